@@ -179,6 +179,18 @@ def function(name: str, value: Any, fix: str = "") -> Any:
     return value
 
 
+def functions(value: Any, name: Callable[[str], str] = str) -> None:
+    """Checks the fields of a NamedTuple that are functions according to their annotations.
+
+    name: the name of a field in a message. Raises ValueError for a field that is not callable. None is allowed if it is
+    the default.
+    """
+    for field, annotation in type(value).__annotations__.items():
+        part, optional = getattr(value, field), type(value)._field_defaults.get(field, field) is None
+        if "Callable" in str(annotation) and not (part is None and optional):
+            function(name(field), part, f"see {type(value).__name__}" + ", or None" * optional)
+
+
 def instance(name: str, value: Any, kind: type, fix: str = "") -> Any:
     """Returns the value. Raises ValueError unless it has the type ``kind``."""
     if not isinstance(value, kind):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -45,11 +45,14 @@ def checked(name: str, schedule: Any) -> Any:
     return schedule
 
 
-def of_rounds(factory: Callable[P, R]) -> Callable[P, R]:
+def of_rounds(factory: Callable[P, R], of_a_round: Sequence[str]) -> Callable[P, R]:
     """Decorates a factory of algorithms, so that its numbers may be schedules.
 
-    `client_update`, `server_update` and `report` of round t are those of the algorithm that the factory returns for the
-    values of round t. Its other functions, which do not know the round, are those of round 0.
+    The functions that know the round are, in round t, those of the algorithm that the factory returns for the values of
+    round t. Its other functions are those of round 0.
+
+    Args:
+      of_a_round: the names of the functions that know the round, as ``t`` of their third argument.
     """
     signature = inspect.signature(factory)
     floats = float_parameters(signature)
@@ -67,17 +70,16 @@ def of_rounds(factory: Callable[P, R]) -> Callable[P, R]:
             arguments = inspect.BoundArguments(signature, bound.arguments | values)  # type: ignore[arg-type]
             return factory(*arguments.args, **arguments.kwargs)
 
-        def at(t: jax.Array) -> Any:
-            return made_of({name: schedule(t) for name, schedule in schedules.items()})
+        def at_round(function: str) -> Callable:
+            def call(*arguments: Any) -> Any:
+                now = made_of({name: schedule(arguments[2].t) for name, schedule in schedules.items()})
+                return getattr(now, function)(*arguments)
+
+            return call
 
         first: Any = made_of({name: _first(schedule) for name, schedule in schedules.items()})
-        changes = {
-            "client_update": lambda server, client, work: at(work.t).client_update(server, client, work),
-            "server_update": lambda server, mean, context: at(context.t).server_update(server, mean, context),
-        }
-        if first.report is not None:
-            changes["report"] = lambda server, mean, context: at(context.t).report(server, mean, context)
-        return first._replace(**changes)
+        present = [name for name in of_a_round if getattr(first, name) is not None]
+        return first._replace(**{name: at_round(name) for name in present})
 
     return make
 

@@ -25,9 +25,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_drift import reprs
+from fedjax_drift import checks, reprs
 from fedjax_drift.batch_norm import whole as whole
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.message import Row as Row
 from fedjax_drift.model import Model as Model
 from fedjax_drift.model import Params, Part, PyTree
 from fedjax_drift.recipes import Recipe, recorded
@@ -142,7 +143,9 @@ class Trained:
 class ClientResult(NamedTuple):
     """The result of one client's update."""
 
-    message: PyTree  # any arrays; they are uploaded, and the server gets their weighted mean over the cohort
+    message: PyTree
+    """Any arrays. They are uploaded, and the server gets their weighted mean over the cohort. A `Row` is a part for one
+    of several models."""
     weight: jax.Array  # [], the client's weight in that mean: n_i or 1
     state: PyTree  # the new state of the client, kept until its next round; () for a stateless algorithm
     metrics: Trained | Metrics  # what `local.train` returned, or scalars alone. The scalars are reported in `info`
@@ -169,6 +172,55 @@ class Round(NamedTuple):
     num_clients: int  # N
     mean_size: float  # mean of n_i over all N clients
     surveyed: PyTree = None  # as in `Work`
+
+
+class Needs(NamedTuple):
+    """What an algorithm needs. It is checked when a `Simulation` is created. ``a | b`` are the needs of both."""
+
+    features: bool = False  # the model has this field
+    head: bool = False  # likewise
+    extractor: bool = False  # likewise
+    cosine: bool = False  # likewise
+    classifier: bool = False  # the model has the default loss
+    one_model: bool = False  # no running statistics that clients update, because clients train several models
+    optimizer: str = "any"  # of the local steps: "any", "sgd" (without momentum) or "sgd or momentum"
+    epochs: int = 0  # the least number of local epochs; with 1 or more, ``LocalTraining(steps=)`` is refused
+    accuracy: bool = False  # the evaluation reports an accuracy
+    weights: bool = False  # participation and aggregation keep the weights of the clients
+
+    def __or__(self, other: Needs) -> Needs:  # type: ignore[override]
+        """The needs of both."""
+        strict = max((self.optimizer, other.optimizer), key=OPTIMIZERS.index)
+        return Needs(*map(max, self, other))._replace(optimizer=strict)
+
+    @classmethod
+    def of(cls, value: Any) -> Needs:
+        """The needs that ``value`` is, or that its strings name, such as ``("features", "sgd", "2 epochs")``."""
+        if isinstance(value, Needs):
+            return value
+        needs = cls()
+        for name in value:
+            number, _, unit = str(name).partition(" ")
+            field = "one_model" if name == "one model" else name
+            if name in OPTIMIZERS:
+                needs |= cls(optimizer=name)
+            elif unit == "epochs" and number.isdecimal():
+                needs |= cls(epochs=int(number))
+            else:
+                checks.choice("Algorithm.requires", field, (*cls._fields, *OPTIMIZERS))
+                needs |= cls()._replace(**{field: True})  # type: ignore[arg-type]
+        checks.warn(
+            f"Algorithm.requires as strings is deprecated: pass requires=fd.{needs.brief()}", DeprecationWarning
+        )
+        return needs
+
+    def brief(self) -> str:
+        """The needs as an expression, without those that are the default."""
+        given = [f"{n}={v!r}" for n, v in self._asdict().items() if v != self._field_defaults[n]]
+        return f"Needs({', '.join(given)})"
+
+
+OPTIMIZERS = ("any", "sgd or momentum", "sgd")  # of `Needs.optimizer`; each one allows less than the one before it
 
 
 class Algorithm(NamedTuple):
@@ -208,12 +260,9 @@ class Algorithm(NamedTuple):
       survey: ``survey(server, client, work) -> ClientResult``, a first phase of the round. Its message and its weight
         are those of ONE client. All clients of the round receive the mean, as `Work.surveyed`, before they train
         (Mime). The state and the metrics are not used.
-      requires: Requirements, checked when a `Simulation` is created. "features", "head", "extractor", "cosine": the
-        model has this field. "classifier": the model has the default loss. "sgd": local training without momentum and
-        without another optimizer. "sgd or momentum": local training without another optimizer. "accuracy": the
-        evaluation reports an accuracy. "weights": the aggregation keeps the weights of the clients. "one model": the
-        model has no running statistics that clients update, because clients train several models. "2 epochs": at least
-        two local epochs; other numbers likewise.
+      models: ``models(server) -> {name: params}``, models that the server keeps besides w. They are evaluated with w,
+        and their scores have the name as prefix: ``client_mean_accuracy`` (FedDyn).
+      requires: What it needs, a `Needs`.
       recipe: How it was made: the factory and its arguments, recorded by `fd.algorithm`.
     """
 
@@ -228,7 +277,8 @@ class Algorithm(NamedTuple):
     complete: Callable[[PyTree, PyTree], PyTree] | None = None
     personal: Callable[[Any, PyTree, Work], Params] | None = None
     survey: Callable[[Any, PyTree, Work], ClientResult] | None = None
-    requires: tuple[str, ...] = ()
+    models: Callable[[Any], Mapping[str, Params]] | None = None
+    requires: Needs = Needs()
     recipe: Recipe | None = None
 
     def __repr__(self) -> str:
@@ -252,7 +302,72 @@ def algorithm(factory: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
     arguments only. Without the decorator an algorithm works as well. Every call of its factory then compiles a round. A
     number may also be a schedule, a function of the round such as ``optax.cosine_decay_schedule(1.0, 500)``.
     """
-    return recorded(of_rounds(factory))
+    return recorded(of_rounds(factory, OF_A_ROUND))
+
+
+OF_A_ROUND = ("client_update", "survey", "personal", "server_update", "report")
+"""The functions of an `Algorithm` that know the round, from their third argument."""
+
+
+def _same(server: Any, value: Any) -> Any:
+    return value
+
+
+def inside(
+    base: Algorithm,
+    *,
+    server: str | None = None,
+    client: str | None = None,
+    received: Callable[[Any, PyTree, Work], tuple[Any, Work]] | None = None,
+    message: Callable[[Any, PyTree], PyTree] = _same,
+    surveyed: Callable[[Any, PyTree], PyTree] = _same,
+) -> Algorithm:
+    """The functions of a base algorithm, as those of an algorithm around it, whose variables contain those of the base.
+
+    An algorithm around another one replaces the functions that it changes, among them ``init_server`` and
+    ``init_client`` if its variables are others. It cannot forget one of the rest.
+
+    Args:
+      server, client: the field of the outer variables that contains those of the base. None: they are the same.
+      received: ``received(server, client, work) -> (server, work)`` of the base, on a client. Default: the base's part
+        of the server's variables, and the same work.
+      message: ``message(server, m)`` returns the base's part of a message, or of the mean of messages. server: the
+        outer variables; None where there are none (`Algorithm.complete`).
+      surveyed: the same for messages of `Algorithm.survey`.
+    """
+
+    def part(variables: Any, field: str | None) -> Any:
+        return variables if field is None else getattr(variables, field)
+
+    def put(variables: Any, field: str | None, new: Any) -> Any:
+        return new if field is None else variables._replace(**{field: new})
+
+    def on_client(function: Callable) -> Callable:
+        def call(s: Any, c: PyTree, work: Work) -> Any:
+            of_base, work = (part(s, server), work) if received is None else received(s, c, work)
+            result = function(of_base, part(c, client), work._replace(surveyed=surveyed(s, work.surveyed)))
+            return result._replace(state=put(c, client, result.state)) if isinstance(result, ClientResult) else result
+
+        return call
+
+    def on_server(function: Callable, s: Any, mean: PyTree, context: Round) -> Any:
+        context = context._replace(surveyed=surveyed(s, context.surveyed))
+        return function(part(s, server), message(s, mean), context)
+
+    lifted: dict[str, Callable[[Callable], Callable]] = {
+        "client_update": on_client,
+        "survey": on_client,
+        "personal": on_client,
+        "server_update": lambda f: lambda s, mean, context: put(s, server, on_server(f, s, mean, context)),
+        "report": lambda f: lambda s, mean, context: on_server(f, s, mean, context),
+        "finish": lambda f: lambda s, c: put(c, client, f(part(s, server), part(c, client))),
+        "complete": lambda f: lambda c, m: put(c, client, f(part(c, client), message(None, m))),
+        "observe": lambda f: lambda s, metrics: put(s, server, f(part(s, server), metrics)),
+        "models": lambda f: lambda s: f(part(s, server)),
+    }
+    functions = {name: f for name in lifted if (f := getattr(base, name)) is not None}
+    changes: dict[str, Any] = {name: lifted[name](function) for name, function in functions.items()}
+    return base._replace(**changes)
 
 
 class ServerState(NamedTuple):

@@ -79,4 +79,5 @@ def adabest(mu: float = 0.02, beta: float = 0.98) -> Algorithm:
         w = jax.tree.map(lambda new, old: new + beta * (new - old), wbar, server.client_mean)  # (3)
         return Server(w, wbar)
 
-    return Algorithm(init_server, init_client, client_update, server_update, name="adabest")
+    made = Algorithm(init_server, init_client, client_update, server_update, name="adabest")
+    return made._replace(models=lambda server: {"client_mean": server.client_mean})

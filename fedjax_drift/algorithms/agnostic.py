@@ -34,7 +34,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import over_examples, train
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Metrics, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Metrics, Needs, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -148,7 +148,8 @@ def agnostic(
         return {"largest_domain_loss": jnp.where(counts > 0, losses / counts, -jnp.inf).max()}
 
     made = Algorithm(init_server, lambda params: (), client_update, server_update, name="agnostic")
-    return made._replace(report=report, requires=("classifier",) if domain is None else ())
+    made = made._replace(report=report, requires=Needs(classifier=domain is None))
+    return made._replace(models=lambda server: {"average": server.average})
 
 
 def on_simplex(v: jax.Array) -> jax.Array:

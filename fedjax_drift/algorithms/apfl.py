@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train_with
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm
 
 
 class Client(NamedTuple):
@@ -98,6 +98,6 @@ def apfl(
         init_client=init_client,
         client_update=client_update,
         personal=personal,
-        requires=("sgd", "one model"),
+        requires=Needs(optimizer="sgd", one_model=True),
         name="apfl",
     )

@@ -28,7 +28,7 @@ from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
 from fedjax_drift.model import Model
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm, batch_mean
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
 
 PARTS = ("extractor", "header", "classifier")
 
@@ -69,10 +69,8 @@ def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algori
         theta, trained = train(work, start=w, loss=loss)
         return ClientResult(tree.subtract(theta, w), weight(work, "examples"), client, trained)
 
-    needed: tuple[str, ...] = ()
-    if (kind, part) != ("parameter", "all"):
-        alone = part == "classifier" or (kind, part) == ("feature", "header")
-        needed = ("features",) if alone else ("features", "extractor")
+    whole, alone = (kind, part) == ("parameter", "all"), part == "classifier" or (kind, part) == ("feature", "header")
+    needed = Needs(features=not whole, extractor=not whole and not alone)
     return fedavg()._replace(client_update=client_update, requires=needed, name="constrained")
 
 

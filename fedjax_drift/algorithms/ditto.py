@@ -21,7 +21,7 @@ import jax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, Work, algorithm
 
 
 class Client(NamedTuple):
@@ -46,7 +46,7 @@ def ditto(lam: float = 1.0, personal_epochs: int | None = None, weighting: str =
     lam = checks.nonnegative("lam", lam)
     if personal_epochs is not None:
         personal_epochs = checks.integer("personal_epochs", personal_epochs, 1, fix="None means the local epochs")
-    base, requires = fedavg(weighting=weighting), ("one model",) + ("1 epochs",) * (personal_epochs is not None)
+    base, requires = fedavg(weighting=weighting), Needs(one_model=True, epochs=int(personal_epochs is not None))
 
     def client_update(server: Any, client: Client, work: Work) -> ClientResult:
         w = server.params

@@ -33,7 +33,7 @@ import optax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train_with
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -113,4 +113,6 @@ def fedadamw(
         v = jax.tree.map(lambda v: jnp.maximum(v, 0), v)  # with the noise of differential privacy it may be negative
         return Server(w, Delta, v, server.steps + K)  # (5)
 
-    return Algorithm(init_server, lambda params: (), client_update, server_update, requires=("sgd",), name="fedadamw")
+    return Algorithm(
+        init_server, lambda params: (), client_update, server_update, requires=Needs(optimizer="sgd"), name="fedadamw"
+    )

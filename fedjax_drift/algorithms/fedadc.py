@@ -32,7 +32,7 @@ import jax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -86,4 +86,6 @@ def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: fl
         w = jax.tree.map(lambda w, m: w - alpha * context.lr * m, server.params, m)  # (19)
         return Server(w, m)
 
-    return Algorithm(init_server, lambda params: (), client_update, server_update, requires=("sgd",), name="fedadc")
+    return Algorithm(
+        init_server, lambda params: (), client_update, server_update, requires=Needs(optimizer="sgd"), name="fedadc"
+    )

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -75,4 +75,4 @@ def with_client_momentum(alpha: float, server_lr: float, steps: str, loss: Any) 
         w = jax.tree.map(lambda w, D: w + server_lr * D, server.params, D)  # (2)
         return Server(w, jax.tree.map(lambda d: -d / context.lr, per_step))  # (3)
 
-    return Algorithm(init_server, lambda params: (), client_update, server_update, requires=("sgd",))
+    return Algorithm(init_server, lambda params: (), client_update, server_update, requires=Needs(optimizer="sgd"))

@@ -137,4 +137,5 @@ def feddc(
         c = jax.tree.map(lambda c, dc: c + context.participation * dc, server.c, dc)  # (G)
         return Server(w, h, client_mean, c)
 
-    return Algorithm(init_server, init_client, client_update, server_update, name="feddc")
+    made = Algorithm(init_server, init_client, client_update, server_update, name="feddc")
+    return made._replace(models=lambda server: {"client_mean": server.client_mean})

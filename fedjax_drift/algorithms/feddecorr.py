@@ -24,7 +24,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.algorithms.moon import features_and_loss
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm
 
 
 @algorithm
@@ -55,7 +55,7 @@ def feddecorr(beta: float = 0.1, scale: str = "code", weighting: str = "examples
         return ClientResult(tree.subtract(theta, server.params), weight(work, weighting), client, trained)
 
     base = fedavg(weighting=weighting)
-    return base._replace(client_update=client_update, requires=("features",), name="feddecorr")
+    return base._replace(client_update=client_update, requires=Needs(features=True), name="feddecorr")
 
 
 def redundancy(h: jax.Array, mask: jax.Array, scale: str) -> jax.Array:

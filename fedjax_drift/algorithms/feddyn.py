@@ -27,7 +27,7 @@ import jax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import WEIGHTINGS, equally, mean_of_equals, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -89,8 +89,9 @@ def feddyn(alpha: float, scale_by_size: bool = False, weighting: str = "uniform"
         D, of_h = (mean, mean) if weighting == "uniform" else (mean[0], mean_of_equals(mean[1]))
         return Server(*aggregate(server.params, server.h, D, context, of_h))
 
-    requires = ("weights",) if weighting == "examples" else ()
-    return Algorithm(init_server, init_client, client_update, server_update, name="feddyn", requires=requires)
+    made = Algorithm(init_server, init_client, client_update, server_update, name="feddyn")
+    requires = Needs(weights=weighting == "examples")
+    return made._replace(models=lambda server: {"client_mean": server.client_mean}, requires=requires)
 
 
 def aggregate(

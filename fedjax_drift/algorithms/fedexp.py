@@ -70,4 +70,5 @@ def fedexp(eps: float = 1e-3, weighting: str = "uniform") -> Algorithm:
     def init_server(params: Params) -> Server:
         return Server(params, params)
 
-    return Algorithm(init_server, lambda params: (), client_update, server_update, report=report, name="fedexp")
+    made = Algorithm(init_server, lambda params: (), client_update, server_update, report=report, name="fedexp")
+    return made._replace(models=lambda server: {"last_two_mean": server.last_two_mean})

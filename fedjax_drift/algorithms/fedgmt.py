@@ -25,7 +25,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import WEIGHTINGS, equally, mean_of_equals, weight
 from fedjax_drift.algorithms.feddyn import Client, aggregate
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Round, Work, algorithm, batch_mean
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Round, Work, algorithm, batch_mean
 
 
 class Server(NamedTuple):
@@ -101,7 +101,7 @@ def fedgmt(
             w = w if once else jax.tree.map(lambda w, h: w + h, w, other)
         return Server(w, h, jax.tree.map(lambda e, w: alpha * e + (1 - alpha) * w, server.e, w))  # (4)
 
-    requires = ("classifier",) if once else ("classifier", "weights")
+    requires = Needs(classifier=True, weights=not once)
     return Algorithm(init_server, init_client, client_update, server_update, requires=requires, name="fedgmt")
 
 

@@ -29,7 +29,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.scaffold import total_rate
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Metrics, Needs, Params, PyTree, Round, Work, algorithm
 
 LITERAL = ("step", "sign", "scale", "accuracy")
 
@@ -135,6 +135,6 @@ def fedgvr(
         server_update,
         observe=observe,
         report=report,
-        requires=("accuracy",),
+        requires=Needs(accuracy=True),
         name="fedgvr",
     )

@@ -29,7 +29,7 @@ from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.algorithms.feddyn import feddyn
 from fedjax_drift.algorithms.fedsam import ascent
 from fedjax_drift.algorithms.scaffold import scaffold
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm, inside
 
 
 class Server(NamedTuple):
@@ -40,11 +40,6 @@ class Server(NamedTuple):
     def params(self) -> Params:
         """w, the global model."""
         return self.base.params
-
-    @property
-    def client_mean(self) -> Params | None:
-        """The mean of the cohort's models, if the base algorithm has it (FedDyn)."""
-        return getattr(self.base, "client_mean", None)
 
 
 class Client(NamedTuple):
@@ -100,7 +95,13 @@ def fedlesam(
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
         return Server(base.server_update(server.base, mean, context), server.params if old == "server" else ())  # (3)
 
-    return Algorithm(init_server, init_client, client_update, server_update, name="fedlesam")
+    return inside(base, server="base", client="base")._replace(
+        init_server=init_server,
+        init_client=init_client,
+        client_update=client_update,
+        server_update=server_update,
+        name="fedlesam",
+    )
 
 
 def shifted(work: Work, e: Params) -> Work:

@@ -28,7 +28,7 @@ from jax import lax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import Server, fedavg, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
 @algorithm
@@ -64,7 +64,7 @@ def fednova(mu: float = 0.0, server_lr: float = 1.0) -> Algorithm:
         normalised, A = mean
         return Server(jax.tree.map(lambda w, d: w + server_lr * A * d, server.params, normalised))  # (4)
 
-    needs = ("sgd",) if proximal else ("sgd or momentum",)
+    needs = Needs(optimizer="sgd" if proximal else "sgd or momentum")
     return fedavg()._replace(client_update=client_update, server_update=server_update, requires=needs, name="fednova")
 
 

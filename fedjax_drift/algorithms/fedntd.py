@@ -22,7 +22,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train
 from fedjax_drift.model import cross_entropy
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm, batch_mean
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
 
 
 @algorithm
@@ -60,4 +60,6 @@ def fedntd(beta: float = 1.0, temperature: float = 1.0, weighting: str = "exampl
         theta, trained = train(work, start=w, loss=loss)
         return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, trained)
 
-    return fedavg(weighting=weighting)._replace(client_update=client_update, requires=("classifier",), name="fedntd")
+    return fedavg(weighting=weighting)._replace(
+        client_update=client_update, requires=Needs(classifier=True), name="fedntd"
+    )

@@ -33,7 +33,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work, algorithm, batch_mean
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
 
 
 @algorithm
@@ -130,7 +130,7 @@ def fedreg(
         theta, trained = train(work, start=w, at=between, after=project)
         return ClientResult(tree.subtract(theta, w), weight(work, "uniform"), client, trained)
 
-    return fedavg()._replace(client_update=client_update, requires=("classifier",), name="fedreg")
+    return fedavg()._replace(client_update=client_update, requires=Needs(classifier=True), name="fedreg")
 
 
 def remove(drift: Params, g: Params) -> Params:

@@ -30,7 +30,7 @@ from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.feddyn import aggregate
 from fedjax_drift.algorithms.fedsam import ascent
 from fedjax_drift.local import train_with
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -95,4 +95,6 @@ def fedsmoo(rho: float = 0.1, alpha: float = 0.1, upload: str = "mu_minus_s") ->
         w, h, _ = aggregate(server.params, server.h, D, context)  # (5)
         return Server(w, h, ascent(rho, common))  # (6)
 
-    return Algorithm(init_server, init_client, client_update, server_update, requires=("sgd",), name="fedsmoo")
+    return Algorithm(
+        init_server, init_client, client_update, server_update, requires=Needs(optimizer="sgd"), name="fedsmoo"
+    )

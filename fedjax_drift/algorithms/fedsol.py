@@ -27,7 +27,7 @@ from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.algorithms.fedgmt import divergence
 from fedjax_drift.algorithms.fedsam import ascent
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm, batch_mean
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
 
 
 @algorithm
@@ -71,7 +71,7 @@ def fedsol(rho: float = 1.0, temperature: float = 3.0, adaptive: bool = True, we
         theta, trained = train(work, start=w, loss=loss)
         return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, trained)
 
-    return base._replace(client_update=client_update, requires=("classifier",), name="fedsol")
+    return base._replace(client_update=client_update, requires=Needs(classifier=True), name="fedsol")
 
 
 def relative(e: jax.Array, change: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.feddyn import Client, aggregate
 from fedjax_drift.algorithms.fedsam import ascent
 from fedjax_drift.local import train_with
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -90,4 +90,6 @@ def fedspeed(
         w, h, _ = aggregate(server.params, server.h, D, context)  # (4)
         return Server(w, h)
 
-    return Algorithm(init_server, init_client, client_update, server_update, requires=("sgd",), name="fedspeed")
+    return Algorithm(
+        init_server, init_client, client_update, server_update, requires=Needs(optimizer="sgd"), name="fedspeed"
+    )

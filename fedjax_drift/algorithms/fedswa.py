@@ -26,7 +26,7 @@ import optax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -58,7 +58,7 @@ def fedswa(rho: float = 0.1, alpha: float = 1.5) -> Algorithm:
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         return base.client_update(server, client, decaying(work, rho))
 
-    return base._replace(client_update=client_update, requires=("sgd",), name="fedswa")
+    return base._replace(client_update=client_update, requires=Needs(optimizer="sgd"), name="fedswa")
 
 
 @algorithm
@@ -101,7 +101,9 @@ def fedmoswa(rho: float = 0.1, alpha: float = 1.5, gamma: float = 0.2) -> Algori
         w = jax.tree.map(lambda w, D: w + alpha * D, server.params, D)  # (5)
         return Server(w, jax.tree.map(lambda m, dm: m + gamma * dm, server.m, dm))  # (6)
 
-    return Algorithm(init_server, init_client, client_update, server_update, requires=("sgd",), name="fedmoswa")
+    return Algorithm(
+        init_server, init_client, client_update, server_update, requires=Needs(optimizer="sgd"), name="fedmoswa"
+    )
 
 
 def _share(rho: float) -> float:

@@ -9,9 +9,8 @@ Server:    w_j <- w_j + server_lr (sum of p_i D_i) / (sum of p_i) over the clien
 F_i(w_j) is the mean loss over all training examples of the client, before it trains. w_j stays the same if no client
 has chosen it. p_i is 1 (IFCA) or n_i (HypCluster). The model of a client is the w_j of its lowest training loss.
 
-Deviations:  in the message, the update is one of k rows, which a sum over the clients needs. The bytes that are counted
-are those of one model and an index. The variant of the IFCA paper that averages gradients is not implemented, nor are
-the server optimizers of FedJAX's HypCluster.
+Deviations:  the variant of the IFCA paper that averages gradients is not implemented, nor are the server optimizers of
+FedJAX's HypCluster.
 """
 
 from __future__ import annotations
@@ -25,7 +24,19 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import WEIGHTINGS, weight
 from fedjax_drift.local import full_loss, train
-from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import (
+    THREEFRY,
+    Algorithm,
+    ClientResult,
+    Metrics,
+    Needs,
+    Params,
+    PyTree,
+    Round,
+    Row,
+    Work,
+    algorithm,
+)
 
 
 class Server(NamedTuple):
@@ -74,14 +85,12 @@ def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_
         start = jax.tree.map(lambda w: w[j], server.models)
         theta, trained = train(work, start=start)
         D = tree.subtract(theta, start)  # (2)
-        chosen = jax.nn.one_hot(j, k, dtype=work.lr.dtype)
-        p = chosen * weight(work, weighting)
-        rows = jax.tree.map(lambda D: jnp.tensordot(p, D, 0).astype(D.dtype), D)
-        sent = trained | {"uplink_bytes": jnp.asarray(tree.nbytes(D) + 4, float)}
-        return ClientResult((rows, p, chosen), weight(work, "uniform"), client, sent)
+        n = weight(work, weighting)
+        value = (D,) if weighting == "uniform" else (jax.tree.map(lambda D: (n * D).astype(D.dtype), D), n)
+        return ClientResult(Row(value, j, k), weight(work, "uniform"), client, trained)
 
     def server_update(server: Server, mean: PyTree, context: Round) -> Server:
-        rows, p, _ = mean
+        rows, p = (*mean[0], mean[1])[:2]  # p_i is 1 with uniform weights
 
         def move(w: jax.Array, total: jax.Array) -> jax.Array:
             weights = p.reshape(k, *[1] * (w.ndim - 1))
@@ -97,11 +106,11 @@ def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_
         return jax.tree.map(lambda w: w[j], server.models)
 
     def report(server: Server, mean: PyTree, context: Round) -> Metrics:
-        chosen = mean[2] * context.participation * context.num_clients
+        chosen = mean[1] * context.participation * context.num_clients
         return {f"clients_of_model_{j}": chosen[j] for j in range(k)}
 
     made = Algorithm(init_server, lambda params: (), client_update, server_update, name="ifca")
-    return made._replace(report=report, personal=personal, requires=("one model",))
+    return made._replace(report=report, personal=personal, requires=Needs(one_model=True))
 
 
 @algorithm

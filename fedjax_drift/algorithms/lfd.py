@@ -31,7 +31,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import Server, fedavg, weight
 from fedjax_drift.algorithms.moon import Client
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work, algorithm, batch_mean
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, Work, algorithm, batch_mean
 
 
 @algorithm
@@ -88,5 +88,5 @@ def lfd(
         kept = Client(theta, jnp.array(True)) if regularizer else client
         return ClientResult(tree.subtract(theta, w), weight(work, "examples"), kept, trained)
 
-    base = fedavg()._replace(client_update=client_update, requires=("cosine", "classifier"), name="lfd")
+    base = fedavg()._replace(client_update=client_update, requires=Needs(cosine=True, classifier=True), name="lfd")
     return base._replace(init_client=Client.unseen) if regularizer else base

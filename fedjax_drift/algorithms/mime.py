@@ -24,7 +24,7 @@ import optax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import WEIGHTINGS, weight
 from fedjax_drift.local import full_gradient, train, train_with
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -106,7 +106,7 @@ def mimelite(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, we
         w = jax.tree.map(lambda w, D: w + server_lr * D, server.params, D)
         return Server(w, jax.tree.map(lambda m, c: beta * m + kappa(beta, damped) * c, server.m, c))  # (4)
 
-    none, requires = (lambda params: ()), ("sgd",)
+    none, requires = (lambda params: ()), Needs(optimizer="sgd")
     return Algorithm(init_server, none, client_update, server_update, requires=requires, name="mimelite")
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import Server, fedavg, weight
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work, algorithm, batch_mean
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, Work, algorithm, batch_mean
 
 
 class Client(NamedTuple):
@@ -79,7 +79,7 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none", weighti
         return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, trained)
 
     return fedavg(weighting=weighting)._replace(
-        init_client=Client.unseen, client_update=client_update, requires=("features",), name="moon"
+        init_client=Client.unseen, client_update=client_update, requires=Needs(features=True), name="moon"
     )
 
 

@@ -1,7 +1,7 @@
 """Shares only a part of the model, with any base algorithm. The rest, the personal part, stays with the client.
 
 Client i:  start = (shared leaves of w, p_i)                                                         (1)
-           the update of the base algorithm, whose message is 0 on the personal leaves               (2)
+           the update of the base algorithm, whose message lacks the personal leaves, which are 0    (2)
            p_i <- the personal leaves of theta_i                                                     (3)
 Server:    as the base algorithm;  with new_clients="mean" the personal leaves of w <- mean_S p_i    (4)
 
@@ -24,12 +24,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, leaves, tree
+from fedjax_drift import checks, leaves
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
+from fedjax_drift.message import Absent, filled, is_like
 from fedjax_drift.model import Part
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm, inside
 
 
 class Client(NamedTuple):
@@ -118,7 +119,8 @@ def partly_shared(
         def handed_over(theta: Params) -> Params:  # D_i is then 0 on the personal leaves
             return with_leaves(theta, leaves_of(start))
 
-        work = work._replace(part=Part(mask, everything if schedule == "joint" else shared, leaves_of, handed_over))
+        part = Part(mask, everything if schedule == "joint" else shared, leaves_of, handed_over)
+        work = work._replace(part=part, surveyed=filled(work.surveyed))
         result = base.client_update(server._replace(params=start), client.base, work)  # (2)
         own = result.trained(base.name).own  # (3)
         message = without_personal(result.message, start, mask)
@@ -128,14 +130,9 @@ def partly_shared(
         return result._replace(message=(message, moved), state=Client(result.state, own, jnp.array(True)))
 
     def server_update(server: Any, mean: PyTree, context: Round) -> Any:
-        message, moved = mean
-        personal = [w + d for w, d in zip(leaves_of(server.params), moved, strict=True)]  # (4)
-        server = base.server_update(server, message, context)
+        personal = [w + d for w, d in zip(leaves_of(server.params), mean[1], strict=True)]  # (4)
+        server = inner.server_update(server, mean, context)
         return server._replace(params=with_leaves(server.params, personal))
-
-    def report(server: Any, mean: PyTree, context: Round) -> Any:
-        assert base.report is not None
-        return base.report(server, mean[0] if averages else mean, context)
 
     def train_personal_first(work: Work, start: Params, mask: PyTree) -> tuple[Params, Work]:
         """The model after the epochs that train the personal leaves, and the work of the other epochs."""
@@ -149,45 +146,42 @@ def partly_shared(
         rest = rest._replace(statistics=None if work.statistics is None else trained.statistics)
         return start, rest._replace(mean_steps=base_epochs * mean_steps)
 
-    def complete(client: Client, message: PyTree) -> Client:
-        assert base.complete is not None
-        return client._replace(base=base.complete(client.base, message[0] if averages else message))
-
-    def finish(server: Any, client: Client) -> Client:
-        assert base.finish is not None
-        return client._replace(base=base.finish(server, client.base))
+    def received(server: Any, client: Client, work: Work) -> tuple[Any, Work]:
+        return server._replace(params=model_of_client(server, client, work)), work
 
     def survey(server: Any, client: Client, work: Work) -> ClientResult:
-        assert base.survey is not None
-        start = with_leaves(server.params, own_leaves(server.params, client))
-        result = base.survey(server._replace(params=start), client.base, work)
-        mask = leaves.select("personal", personal, start)
-        return result._replace(message=without_personal(result.message, start, mask), state=client)
+        assert inner.survey is not None
+        result, mask = inner.survey(server, client, work), leaves.select("personal", personal, server.params)
+        return result._replace(message=without_personal(result.message, server.params, mask))
 
     def model_of_client(server: Any, client: Client, work: Work) -> Params:
         return with_leaves(server.params, own_leaves(server.params, client))
 
-    return base._replace(
+    def of_base(server: Any, message: PyTree) -> PyTree:
+        return filled(message[0] if averages else message)
+
+    inner = inside(
+        base, client="base", received=received, message=of_base, surveyed=lambda server, message: filled(message)
+    )
+    needs = Needs.of(base.requires) | Needs(epochs=base_epochs + 1 if schedule == "alternate" else 0)
+    return inner._replace(
         init_client=init_client,
         client_update=client_update,
-        server_update=server_update if averages else base.server_update,
-        complete=complete if base.complete is not None else None,
-        finish=finish if base.finish is not None else None,
-        report=report if base.report is not None else None,
+        server_update=server_update if averages else inner.server_update,
         personal=model_of_client if keeps else None,
-        survey=survey if base.survey is not None else None,
-        requires=(*base.requires, f"{base_epochs + 1} epochs") if schedule == "alternate" else base.requires,
+        survey=survey if inner.survey else None,
+        requires=needs,
         name="partly_shared",
     )
 
 
 def without_personal(message: PyTree, params: Params, mask: PyTree) -> PyTree:
-    """The message with zeros on the personal leaves of all its parts that are shaped like the parameters."""
-    is_like_params = tree.like(params)
+    """The message without the personal leaves of all its parts that are shaped like the parameters."""
+    is_like_params = is_like(params)
 
-    def masked(part: PyTree) -> PyTree:
+    def shared(part: PyTree) -> PyTree:
         if not is_like_params(part):
             return part
-        return jax.tree.map(lambda is_own, leaf: jnp.zeros_like(leaf) if is_own else leaf, mask, part)
+        return jax.tree.map(lambda is_own, w, leaf: Absent(w.shape, w.dtype) if is_own else leaf, mask, params, part)
 
-    return jax.tree.map(masked, message, is_leaf=is_like_params)
+    return jax.tree.map(shared, message, is_leaf=is_like_params)

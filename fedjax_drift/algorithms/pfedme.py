@@ -33,7 +33,7 @@ from jax import lax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train_with
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, Work, algorithm
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, Work, algorithm
 
 
 class Client(NamedTuple):
@@ -93,5 +93,9 @@ def pfedme(
         return client.v
 
     return base._replace(
-        init_client=Client, client_update=client_update, personal=personal, requires=("sgd", "one model"), name="pfedme"
+        init_client=Client,
+        client_update=client_update,
+        personal=personal,
+        requires=Needs(optimizer="sgd", one_model=True),
+        name="pfedme",
     )

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from fedjax_drift import tree
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work, algorithm, whole
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm, inside, whole
 
 
 class Server(NamedTuple):
@@ -37,25 +37,6 @@ class Server(NamedTuple):
     def params(self) -> Params:
         """The global model with its running statistics."""
         return whole(self.base.params, self.statistics)
-
-    @property
-    def client_mean(self) -> Params | None:
-        """The mean of the cohort's models, if the base algorithm has it (FedDyn)."""
-        return self._other("client_mean")
-
-    @property
-    def last_two_mean(self) -> Params | None:
-        """The mean of the last two global models, if the base algorithm has it (FedExP)."""
-        return self._other("last_two_mean")
-
-    @property
-    def average(self) -> Params | None:
-        """The mean of all global models, if the base algorithm has it (agnostic federated averaging)."""
-        return self._other("average")
-
-    def _other(self, name: str) -> Params | None:
-        params = getattr(self.base, name, None)
-        return None if params is None else whole(params, self.statistics)
 
 
 class Client(NamedTuple):
@@ -79,56 +60,37 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
     def init_client(model: Params) -> Client:
         return Client(base.init_client(model["params"]), model["batch_stats"] if local else ())
 
+    def received(server: Server, client: Client, work: Work) -> tuple[Any, Work]:
+        return server.base, separated(work, client.statistics if local else server.statistics)
+
+    inner = inside(base, server="base", client="base", received=received, message=lambda server, m: m.base)
+
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:
         s = client.statistics if local else server.statistics
-        work = separated(work, s)
-        result = base.client_update(server.base, client.base, work)
+        result = inner.client_update(server, client, work)
         s_i = result.trained(base.name).statistics
         message = Message(result.message, tree.subtract(s_i, s) if averaged else ())
-        return result._replace(message=message, state=Client(result.state, s_i if local else ()))
+        return result._replace(message=message, state=Client(result.state.base, s_i if local else ()))
 
     def server_update(server: Server, mean: Message, context: Round) -> Server:
         s = jax.tree.map(jnp.add, server.statistics, mean.change) if averaged else server.statistics  # (1)
-        return Server(base.server_update(server.base, mean.base, context), s)
-
-    def observe(server: Server, metrics: Metrics) -> Server:
-        assert base.observe is not None
-        return server._replace(base=base.observe(server.base, metrics))
-
-    def complete(client: Client, message: Message) -> Client:
-        assert base.complete is not None
-        return client._replace(base=base.complete(client.base, message.base))
-
-    def finish(server: Server, client: Client) -> Client:
-        assert base.finish is not None
-        return client._replace(base=base.finish(server.base, client.base))
-
-    def report(server: Server, mean: Message, context: Round) -> Metrics:
-        assert base.report is not None
-        return base.report(server.base, mean.base, context)
+        return inner.server_update(server, mean, context)._replace(statistics=s)
 
     def personal(server: Server, client: Client, work: Work) -> Params:
-        s = client.statistics if local else server.statistics
-        if base.personal is None:
-            return whole(server.base.params, s)
-        return whole(base.personal(server.base, client.base, separated(work, s)), s)
+        params = server.base.params if inner.personal is None else inner.personal(server, client, work)
+        return whole(params, client.statistics if local else server.statistics)
 
-    def survey(server: Server, client: Client, work: Work) -> ClientResult:
-        assert base.survey is not None
-        s = client.statistics if local else server.statistics
-        return base.survey(server.base, client.base, separated(work, s))._replace(state=client)
+    def models(server: Server) -> dict[str, Params]:
+        assert inner.models is not None
+        return {name: whole(params, server.statistics) for name, params in inner.models(server).items()}
 
-    return base._replace(
+    return inner._replace(
         init_server=init_server,
         init_client=init_client,
         client_update=client_update,
         server_update=server_update,
-        observe=observe if base.observe else None,
-        complete=complete if base.complete else None,
-        finish=finish if base.finish else None,
-        report=report if base.report else None,
-        personal=personal if base.personal or local else None,
-        survey=survey if base.survey else None,
+        personal=personal if inner.personal or local else None,
+        models=models if inner.models else None,
     )
 
 

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import WEIGHTINGS, equally, mean_of_equals, weight
 from fedjax_drift.local import full_gradient, train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 LRS, STEPS = ("current", "initial"), ("own", "mean")
 
@@ -107,7 +107,7 @@ def scaffold(
         c = jax.tree.map(lambda c, dc: c + context.participation * dc, server.c, dc)  # (5)
         return Server(w, c)
 
-    requires = ("weights",) if weighting == "examples" else ()
+    requires = Needs(weights=weighting == "examples")
     return Algorithm(init_server, init_client, client_update, server_update, name="scaffold", requires=requires)
 
 

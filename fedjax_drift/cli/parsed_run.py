@@ -34,7 +34,7 @@ from fedjax_drift.round import aggregation
 from fedjax_drift.run_folder import file_name
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.storage.checkpoint import versions
-from fedjax_drift.types import Algorithm, Params
+from fedjax_drift.types import Algorithm, Needs, Params
 
 BANKS = ("auto", "device", "sharded", "host")  # values of --bank that are not folders
 SAME = ("rounds", "sampling", "validation", "standardize", "on_nonfinite", "eval_every", "seed", "bfloat16", "stream")
@@ -172,7 +172,7 @@ def assemble(
     model_spec = _model_spec(args, data)
     model = model_spec.make()
     for name, algorithm in algorithms.items():
-        if "cosine" in algorithm.requires and not model.cosine:
+        if Needs.of(algorithm.requires).cosine and not model.cosine:
             raise ConfigurationError(
                 f"{name} needs a model whose logits are cosines, got {model_spec.name} without: add --cosine"
             )

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,9 +27,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_drift import checks, tree
-from fedjax_drift.compression.codec import Codec, bits_of
+from fedjax_drift.compression.codec import Codec
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Params, PyTree, Trained, Work, algorithm
+from fedjax_drift.message import Coded, decoded, is_like
+from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Params, PyTree, Trained, Work, algorithm, inside
 
 MESSAGE = 2**32 - 2  # fold_in(work.key, MESSAGE) is the key of the codec; `local.OPTIMIZER` is the next number
 
@@ -64,75 +66,56 @@ def compressed(base: Algorithm, codec: Codec, error_feedback: bool = True, parts
     checks.choice("parts", parts, ("all", "params"))
     check_codec(codec)
 
-    def client_update(server: Any, client: Any, work: Work) -> ClientResult:
-        result = base.client_update(server, client.base if error_feedback else client, work)
-        wanted = lax.optimization_barrier(result.message)  # XLA then compiles the base algorithm as without a codec
-        if error_feedback and jax.tree.leaves(client.residual):
+    inner = inside(base, client="base" if error_feedback else None, message=lambda server, m: decoded(m))
+
+    def sent(phase: str, server: Any, client: Any, work: Work) -> ClientResult:
+        """The result of one phase of the base algorithm, whose message goes through the codec."""
+        result = getattr(inner, phase)(server, client, work)
+        wanted = lax.optimization_barrier(decoded(result.message))  # XLA compiles the base algorithm as without a codec
+        keeps = error_feedback and phase == "client_update"  # a client has one message per round of the first phase
+        if keeps and jax.tree.leaves(client.residual):
             wanted = jax.tree.map(jnp.add, wanted, client.residual)
-        own = zlib.crc32(base.name.encode())  # so that a codec around another one has other random numbers
-        key = jax.random.fold_in(jax.random.fold_in(work.key, MESSAGE), own)
-        is_coded = tree.like(server.params) if parts == "params" else lambda part: True
-        decoded, bits, error = send(codec, key, wanted, is_coded)  # (1)
-        state = result.state
-        if error_feedback:
-            state = Client(state, tree.subtract(wanted, decoded))  # (2)
-        metrics: dict[str, Any] = {"uplink_bytes": bits / 8, "compression_error": error}
-        known = result.metrics
-        with_them = known | metrics if isinstance(known, Trained) else {**known, **metrics}
-        return result._replace(message=decoded, state=state, metrics=with_them)
+        # Another phase, and a codec around another one, have other random numbers.
+        name = base.name if phase == "client_update" else f"{base.name}, {phase}"
+        key = jax.random.fold_in(jax.random.fold_in(work.key, MESSAGE), zlib.crc32(name.encode()))
+        is_coded = is_like(server.params) if parts == "params" else lambda part: True
+        message, error = send(codec, key, wanted, is_coded)  # (1)
+        if keeps:
+            result = result._replace(state=Client(result.state.base, tree.subtract(wanted, decoded(message))))  # (2)
+        known, metrics = result.metrics, {"compression_error": error}
+        with_error = known | metrics if isinstance(known, Trained) else {**known, **metrics}
+        return result._replace(message=message, metrics=with_error)
 
     def init_client(params: Params) -> Client:
         return Client(base.init_client(params), ())
 
     def complete(client: Client, message: PyTree) -> Client:
-        state = base.complete(client.base, message) if base.complete else client.base
-        return Client(state, tree.zeros_like(message))
+        completed = client if inner.complete is None else inner.complete(client, message)
+        return completed._replace(residual=tree.zeros_like(decoded(message)))
 
-    def finish(server: Any, client: Client) -> Client:
-        assert base.finish is not None
-        return client._replace(base=base.finish(server, client.base))
-
-    def personal(server: Any, client: Client, work: Work) -> Params:
-        assert base.personal is not None
-        return base.personal(server, client.base, work)
-
-    def survey(server: Any, client: Client, work: Work) -> ClientResult:
-        assert base.survey is not None
-        return base.survey(server, client.base, work)._replace(state=client)
-
-    sending = base._replace(client_update=client_update, name=f"{base.name}+{codec.name}")
-    if not error_feedback:
-        return sending
-    return sending._replace(
-        init_client=init_client,
-        complete=complete,
-        finish=finish if base.finish else None,
-        personal=personal if base.personal else None,
-        survey=survey if base.survey else None,
-    )
+    sending = inner._replace(client_update=partial(sent, "client_update"), name=f"{base.name}+{codec.name}")
+    if inner.survey is not None:
+        sending = sending._replace(survey=partial(sent, "survey"))
+    return sending._replace(init_client=init_client, complete=complete) if error_feedback else sending
 
 
-def send(
-    codec: Codec, key: jax.Array, message: PyTree, is_coded: Callable[[PyTree], bool]
-) -> tuple[PyTree, jax.Array, jax.Array]:
-    """What the server decodes, the bits that are sent, and the relative squared error.
+def send(codec: Codec, key: jax.Array, message: PyTree, is_coded: Callable[[PyTree], bool]) -> tuple[PyTree, jax.Array]:
+    """The message with `Coded` arrays, and the relative squared error of all of them.
 
     is_coded: whether the leaves of a part of the message go through the codec. Integers never do.
     """
-    coded = jax.tree.map(lambda part: jax.tree.map(lambda leaf: is_coded(part), part), message, is_leaf=is_coded)
+    through = jax.tree.map(lambda part: jax.tree.map(lambda leaf: is_coded(part), part), message, is_leaf=is_coded)
     leaves, structure = jax.tree.flatten(message)
-    decoded, total, error, square = [], jnp.zeros(()), jnp.zeros(()), jnp.zeros(())
-    for i, (m, through_codec) in enumerate(zip(leaves, jax.tree.leaves(coded), strict=True)):
-        if not (through_codec and m.size and jnp.issubdtype(m.dtype, jnp.floating)):
-            decoded.append(m)
-            total += float(m.size * bits_of(m))
+    sent, error, square = [], jnp.zeros(()), jnp.zeros(())
+    for i, (m, coded) in enumerate(zip(leaves, jax.tree.leaves(through), strict=True)):
+        if not (coded and m.size and jnp.issubdtype(m.dtype, jnp.floating)):
+            sent.append(m)
             continue
         d, bits = codec.send(jax.random.fold_in(key, i), m)
-        decoded.append(d.astype(m.dtype))
-        difference = m - decoded[-1]
-        total, error, square = total + bits, error + tree.dot(difference, difference), square + tree.dot(m, m)
-    relative = jnp.where(square > 0, error / jnp.where(square > 0, square, 1), 0)
-    return jax.tree.unflatten(structure, decoded), total, relative
+        sent.append(Coded(d.astype(m.dtype), jnp.asarray(bits, float)))
+        difference = m - sent[-1].decoded
+        error, square = error + tree.dot(difference, difference), square + tree.dot(m, m)
+    return jax.tree.unflatten(structure, sent), jnp.where(square > 0, error / jnp.where(square > 0, square, 1), 0)
 
 
 def check_codec(codec: Codec) -> None:

@@ -5,7 +5,7 @@ If the data are shifted (`FederatedData.shifted`), the test set belongs to a rou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import AXIS
+from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine, TestRows, on_each_device, replicated
 from fedjax_drift.shift.rule import TESTING, Owner
-from fedjax_drift.types import Params, PyTree
+from fedjax_drift.types import Algorithm, Params, PyTree
 
 
 def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
@@ -111,17 +113,26 @@ def labels(engine: Engine, test: TestRows) -> jax.Array:
     return lax.map(lambda rows: inputs(engine, rows, test.t)[1], test._replace(t=None))
 
 
-OTHER_MODELS = ("client_mean", "last_two_mean", "average")  # models that some algorithms keep on the server besides w
-
-
-def server_scores(evaluate_params: Callable[[Params], dict[str, jax.Array]], server: Any) -> dict[str, jax.Array]:
-    """The scores of the global model, and those of the other models that the server keeps, with their name as prefix.
-
-    These are the mean of the cohort's models (FedDyn, FedDC), the mean of the last two global models (FedExP), and that
-    of all global models (agnostic federated averaging).
-    """
+def server_scores(
+    evaluate_params: Callable[[Params], dict[str, jax.Array]], algorithm: Algorithm, server: Any
+) -> dict[str, jax.Array]:
+    """The scores of the global model, and those of the other models of the server (`Algorithm.models`), with their name
+    as prefix."""
     scores = evaluate_params(server.params)
-    for name in OTHER_MODELS:
-        if (params := getattr(server, name, None)) is not None:
-            scores |= {f"{name}_{score}": value for score, value in evaluate_params(params).items()}
+    for name, params in other_models(algorithm, server).items():
+        scores |= {f"{name}_{score}": value for score, value in evaluate_params(params).items()}
     return scores
+
+
+def other_models(algorithm: Algorithm, server: Any) -> dict[str, Params]:
+    """The models of the server besides w, by name. Raises ConfigurationError unless they are shaped like w."""
+    models = {} if algorithm.models is None else algorithm.models(server)
+    if not isinstance(models, Mapping):
+        raise ConfigurationError(
+            f'{algorithm.name}: models must return a dict of models such as {{"average": params}}, got '
+            f"{checks.shown(models)}"
+        )
+    for name, params in models.items():
+        what = f"{algorithm.name}: the model {name!r} must have the structure and the shapes of the parameters"
+        tree.check_layout(params, server.params, what, dtypes=False)
+    return dict(models)

@@ -19,10 +19,9 @@ import jax.numpy as jnp
 
 from fedjax_drift import tree
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.round.engine import Client, Engine, Rows, Shared, round_keys
-from fedjax_drift.round.traffic import traffic
-from fedjax_drift.round.train import update_of_size
-from fedjax_drift.types import THREEFRY, PyTree, ServerState
+from fedjax_drift.round.engine import Client, Engine, Shared, round_keys
+from fedjax_drift.round.traffic import sent_and_received
+from fedjax_drift.types import PyTree, ServerState
 
 DEVICE_SPEEDS = 2**32 - 1  # fold_in(state.key, DEVICE_SPEEDS) is the key for the speeds of the clients' devices
 
@@ -71,16 +70,6 @@ def seconds(engine: Engine, state_key: jax.Array, server: PyTree, clients: Clien
 
     computing = clients.steps * of_clients(devices.seconds_per_step) * jnp.exp(devices.speed_spread * z)
     return down / of_clients(devices.down) + computing + up / of_clients(devices.up)
-
-
-def sent_and_received(engine: Engine, server: PyTree) -> tuple[Any, int]:
-    """The bytes that a client sends and receives in a round. With a codec, those of a message of zeros."""
-    up, down = traffic(engine, server, Rows(*engine.row))
-    rows = Rows(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in engine.row))
-    zero = jnp.zeros((), jnp.int32)
-    shared = Shared(server, rows, jax.random.key(0, impl=THREEFRY), zero, jnp.zeros((), float))
-    metrics = update_of_size(engine, shared, zero).metrics  # the compiler removes everything but the bytes
-    return {**metrics}.get("uplink_bytes", up), down
 
 
 def next_slots(engine: Engine, slots: Slots) -> jax.Array:

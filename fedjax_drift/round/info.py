@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.cohort import Assignment
 from fedjax_drift.round.engine import Engine
-from fedjax_drift.round.evaluate import OTHER_MODELS
 from fedjax_drift.round.train import executed_steps
 from fedjax_drift.types import Metrics
 
-RECORDED = {"round", "train_loss", "clients", "seconds", "accuracy"} | {
-    f"{model}_{score}" for model in OTHER_MODELS for score in ("loss", "accuracy")
-}
+RECORDED = {"round", "train_loss", "clients", "seconds", "accuracy"}
 """Names of values that `Simulation.run` and evaluations add to records. A metric must have a different name."""
 
 
@@ -55,3 +55,9 @@ def with_metrics(engine: Engine, info: dict[str, jax.Array], metrics: Metrics) -
             f"rename it, for example to {min(clash)}_of_clients"
         )
     return info | dict(metrics)
+
+
+def check_names(engine: Engine, info: dict[str, jax.Array], models: Mapping[str, Any]) -> None:
+    """Raises ConfigurationError if a score of one of the server's ``models`` would have the name of a metric."""
+    scores = [f"{model}_{score}" for model in models for score in ("loss", "accuracy")]
+    with_metrics(engine, dict.fromkeys(scores, jnp.zeros(())), info)

@@ -24,12 +24,13 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_drift import tree
+from fedjax_drift.message import coded_bits, summed
 from fedjax_drift.round.clock import advance
 from fedjax_drift.round.cohort import NOISE, assign, available, observe
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, partitionable, replicated
-from fedjax_drift.round.evaluate import at_round, evaluate
+from fedjax_drift.round.evaluate import at_round, evaluate, other_models
 from fedjax_drift.round.flight import as_started, mixed
-from fedjax_drift.round.info import describe, with_metrics
+from fedjax_drift.round.info import check_names, describe, with_metrics
 from fedjax_drift.round.observer import Observer
 from fedjax_drift.round.places import in_cohort_order
 from fedjax_drift.round.survey import survey
@@ -64,7 +65,8 @@ def observed_round(
     assigned = assign(engine, state, arrays, cohort)
     expected = expected_weight(engine, assigned.shared, arrays.sizes) if fixed else None
     if algorithm.survey is not None:
-        assigned = assigned._replace(shared=survey(engine, assigned, state.clients, expected))
+        surveyed, survey_bits = survey(engine, assigned, state.clients, expected)
+        assigned = assigned._replace(shared=assigned.shared._replace(surveyed=surveyed))
     shared = assigned.shared._replace(extra=observer.before(assigned, arrays))
 
     def train(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
@@ -74,15 +76,16 @@ def observed_round(
         answered, bad_leaf = check_finite(engine, client, result)  # answered: it is aggregated
         if engine.drop_nonfinite:
             result = result._replace(state=tree.select(answered, result.state, old))
-        message = mixed(engine, shared, start, result.message)
+        message, bits = mixed(engine, shared, start, summed(result.message)), coded_bits(result.message)
+        dtypes = jax.tree.map(lambda m: jnp.zeros(0, m.dtype), message)  # empty: only the dtypes are needed
         message, weight = aggregation.contribute(shared.aggregation, message, result.weight)
         weight = jnp.where(answered, weight, 0)
         factor = weight if client.discount is None else client.discount.astype(weight.dtype) * weight
         message = jax.tree.map(lambda m: jnp.where(answered, factor * m, 0), message)
         added = message, weight, answered.astype(weight.dtype), terms
         of_client = (
-            {"weight": weight, "answered": answered, "bad_leaf": bad_leaf},
-            jax.tree.map(lambda m: jnp.zeros(0, m.dtype), result.message),  # empty: only the dtypes are needed
+            {"weight": weight, "answered": answered, "bad_leaf": bad_leaf, "bits": bits},
+            dtypes,
             {**result.metrics},
             measured,
         )
@@ -92,6 +95,8 @@ def observed_round(
         engine, train, shared, assigned.placed, state.clients
     )
     outcome, message_dtypes, metrics, measured = of_clients
+    if algorithm.survey is not None:
+        outcome["bits"] += survey_bits
     outcome, metrics = replicated(engine, (outcome, metrics))
     chex.assert_rank([weight, count], 0)
     chex.assert_shape([*outcome.values()], assigned.placed.id.shape)  # [D, G, L]
@@ -124,7 +129,7 @@ def observed_round(
     state_of_rule = observe(engine, state, assigned, outcome["answered"], metrics.get("loss"))
     info = describe(engine, assigned, outcome, available(engine, state))
     info = with_metrics(engine, info, metrics)
-    info |= exchanged_bytes(engine, state.server, assigned.shared.rows, info)
+    info |= exchanged_bytes(engine, state.server, assigned.shared.rows, info["cohort"], outcome["bits"])
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
     if algorithm.report is not None:
         reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))
@@ -133,5 +138,6 @@ def observed_round(
     if aggregation.report is not None:
         info = with_metrics(engine, info, aggregation.report(averaged))
     new = ServerState(state.round + 1, state.key, server, clients, state_of_rule, averaged, state.clock)
+    check_names(engine, info, other_models(algorithm, state.server))
     clock, times = advance(engine, state, new, arrays, assigned)
     return new._replace(clock=clock), with_metrics(engine, info, times), measures

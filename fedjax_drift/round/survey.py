@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from fedjax_drift.message import coded_bits, summed
 from fedjax_drift.round.cohort import NOISE, Assignment
 from fedjax_drift.round.engine import Client, Engine, Shared
 from fedjax_drift.round.train import check_finite, client_work, over_clients, update
@@ -13,8 +14,10 @@ from fedjax_drift.types import PyTree
 SURVEY = 2**32 - 1  # fold_in(noise key, SURVEY) is the key of the aggregation rule in this phase
 
 
-def survey(engine: Engine, assigned: Assignment, states: PyTree, expected: jax.Array | None) -> Shared:
-    """What the clients of the round share, with the mean of the messages of the first phase.
+def survey(
+    engine: Engine, assigned: Assignment, states: PyTree, expected: jax.Array | None
+) -> tuple[PyTree, jax.Array]:
+    """The mean of the messages of the first phase, and the bits of codecs that each client sends, float [D, G, L].
 
     The clients, their weights and the aggregation rule are those of the second phase. If no client reports, the mean
     is 0.
@@ -27,13 +30,15 @@ def survey(engine: Engine, assigned: Assignment, states: PyTree, expected: jax.A
         work = client_work(engine, shared, client, longest)
         result = update(engine, shared, client, old, work, "survey")
         reports, _ = check_finite(engine, client, result)
-        message, weight = rule.contribute(shared.aggregation, result.message, result.weight)
+        message = summed(result.message)
+        dtypes = jax.tree.map(lambda m: jnp.zeros(0, m.dtype), message)
+        message, weight = rule.contribute(shared.aggregation, message, result.weight)
         weight = jnp.where(reports, weight, 0)
-        dtypes = jax.tree.map(lambda m: jnp.zeros(0, m.dtype), result.message)
-        return (jax.tree.map(lambda m: jnp.where(reports, weight * m, 0), message), weight), dtypes, ()
+        added = jax.tree.map(lambda m: jnp.where(reports, weight * m, 0), message), weight
+        return added, (dtypes, coded_bits(result.message)), ()
 
-    (total, weight), dtypes, _ = over_clients(engine, one, shared, assigned.placed, states)
+    (total, weight), (dtypes, bits), _ = over_clients(engine, one, shared, assigned.placed, states)
     divisor = weight if expected is None else expected.astype(weight.dtype)
     key = jax.random.fold_in(jax.random.fold_in(shared.key, engine.num_clients + NOISE), SURVEY)
     mean, _ = rule.combine(shared.aggregation, total, jnp.where(divisor > 0, divisor, 1), key, engine.cohort_size)
-    return shared._replace(surveyed=jax.tree.map(lambda mean, m: mean.astype(m.dtype), mean, dtypes))
+    return jax.tree.map(lambda mean, m: mean.astype(m.dtype), mean, dtypes), bits

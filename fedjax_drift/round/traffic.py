@@ -1,13 +1,15 @@
-"""The bytes that server and clients exchange in a round, read from the traced update of one client.
+"""The bytes that server and clients exchange in a round, read from the traced updates of one client.
 
-- Up: the leaves of the message, except for those that do not depend on the client (the zeros of `partly_shared`).
-- Down: what the update needs of the server. These are the server's variables that the update reads, or what the server
+- Up: the arrays of the messages of both phases, except for those that do not depend on the client; and what codecs send
+  (`message`).
+- Down: what the client needs of the server. These are the server's variables that its update reads, or what the server
   can compute from its variables alone, whichever is less. FedEve's server sends w_hat = w - server_lr M, not w and M.
+  With two phases, also the mean of the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,46 +18,57 @@ from jax.extend.core import Jaxpr, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedjax_drift import tree
+from fedjax_drift.message import coded_bits, uncoded
 from fedjax_drift.round.engine import Engine, Rows, Shared, initial_client
-from fedjax_drift.round.train import some_client, update, with_survey
-from fedjax_drift.types import THREEFRY, ClientResult, PyTree
+from fedjax_drift.round.train import any_survey, phases
+from fedjax_drift.types import THREEFRY, PyTree
 
 CONSTANT, SERVER, CLIENT = range(3)  # what a value depends on; everything also depends on constants
 
 
-def exchanged_bytes(engine: Engine, server: PyTree, rows: Rows, info: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+def exchanged_bytes(
+    engine: Engine, server: PyTree, rows: Rows, cohort: jax.Array, bits: jax.Array
+) -> dict[str, jax.Array]:
     """``uplink_bytes`` [K] of the clients of a round, and ``downlink_bytes`` [] for each of them.
 
-    info: of the round. Its ``uplink_bytes`` are those of a codec, if the algorithm has one.
+    cohort: int [K], their ids, -1 for a client that does not report. bits: float [K], of the codecs of all phases.
     """
     up, down = traffic(engine, server, rows)
-    sent = jnp.where(info["cohort"] >= 0, info.get("uplink_bytes", float(up)), 0.0)
-    return {"uplink_bytes": sent, "downlink_bytes": jnp.asarray(down, float)}
+    return {"uplink_bytes": jnp.where(cohort >= 0, up + bits / 8, 0.0), "downlink_bytes": jnp.asarray(down, float)}
+
+
+def sent_and_received(engine: Engine, server: PyTree) -> tuple[Any, int]:
+    """The bytes that a client sends and receives in a round. Those of a codec are the bytes of a message of zeros."""
+    up, down = traffic(engine, server, Rows(*engine.row))
+    rows = Rows(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in engine.row))
+    zero = jnp.zeros((), jnp.int32)
+    shared = Shared(server, rows, jax.random.key(0, impl=THREEFRY), zero, jnp.zeros((), float))
+    results = phases(engine, shared, initial_client(engine, server.params), zero)
+    bits = [coded_bits(result.message) for result in results]
+    return up + sum(bits) / 8, down  # the compiler removes everything else
 
 
 def traffic(engine: Engine, server: PyTree, rows: Rows) -> tuple[int, int]:
-    """The bytes that a client sends without a codec, and those that it receives.
+    """The bytes that a client sends without those of codecs, and those that it receives.
 
     server, rows: only their shapes are used.
     """
 
-    def result(server: PyTree, state: PyTree, rows: Rows, t: jax.Array) -> tuple[ClientResult, PyTree]:
+    def traced(server: PyTree, state: PyTree, rows: Rows, t: jax.Array, surveyed: PyTree) -> tuple:
         key = jax.random.fold_in(jax.random.key(0, impl=THREEFRY), t)
-        shared = Shared(server, rows, key, t, jnp.asarray(t, float))
-        client, work = some_client(engine, shared, t)
-        work = with_survey(engine.algorithm, server, state, work)
-        return update(engine, shared, client, state, work), work.surveyed
+        shared = Shared(server, rows, key, t, jnp.asarray(t, float), surveyed=surveyed)
+        results = phases(engine, shared, state, t)
+        return [uncoded(result.message) for result in results], results
 
     state = jax.eval_shape(lambda server: initial_client(engine, server.params), server)
-    closed, shapes = jax.make_jaxpr(result, return_shape=True)(server, state, rows, jnp.int32(0))
+    surveyed = jax.eval_shape(partial(any_survey, engine), server, rows)
+    closed, shapes = jax.make_jaxpr(traced, return_shape=True)(server, state, rows, jnp.int32(0), surveyed)
     program, is_read = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     variables = program.invars[: sum(is_read[: len(jax.tree.leaves(server))])]
     source, needed = _sources(program, variables)
-    message = program.outvars[: len(jax.tree.leaves(shapes[0].message))]  # the first field of a `ClientResult`
-    of_client = [v for v in message if _of(source, v) == CLIENT]
+    of_client = [v for v in program.outvars[: len(jax.tree.leaves(shapes[0]))] if _of(source, v) == CLIENT]
     up, read, computed = (tree.nbytes([v.aval for v in each]) for each in (of_client, variables, needed))
-    survey = tree.nbytes(shapes[1])  # its message goes up, and the mean comes down
-    return up + survey, min(read, computed) + survey
+    return up, min(read, computed) + tree.nbytes(surveyed)
 
 
 def _sources(program: Jaxpr, variables: list[Var]) -> tuple[dict[Var, int], set[Any]]:

@@ -21,6 +21,7 @@ from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import shuffle
+from fedjax_drift.message import decoded, summed
 from fedjax_drift.participation.rule import Clients
 from fedjax_drift.round.client_states import fetch, overwrites, scatter, store
 from fedjax_drift.round.engine import (
@@ -242,7 +243,7 @@ def with_survey(algorithm: Algorithm, server: Any, old: PyTree, work: Work) -> W
     """The work, whose mean of the first phase is 0 if it is not known: outside of a round, only shapes are needed."""
     if algorithm.survey is None or work.surveyed is not None:
         return work
-    message = jax.eval_shape(lambda: algorithm.survey(server, old, work).message)  # type: ignore[misc]
+    message = jax.eval_shape(lambda: summed(algorithm.survey(server, old, work).message))  # type: ignore[misc]
     return work._replace(surveyed=jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), message))
 
 
@@ -261,12 +262,11 @@ def scalars(algorithm: Algorithm, what: str, values: Any) -> dict[str, Any]:
 
 
 @partitionable
-def any_survey(engine: Engine, state: ServerState, rows: Rows) -> PyTree:
+def any_survey(engine: Engine, server: PyTree, rows: Rows) -> PyTree:
     """The mean of the first phase of a round, with zeros in the place of its values. None if there is no such phase."""
-    zero = jnp.zeros((), jnp.int32)
-    shared = Shared(state.server, rows, state.key, zero, jnp.zeros((), float))
-    client = initial_client(engine, state.server.params)
-    return with_survey(engine.algorithm, state.server, client, some_client(engine, shared, zero)[1]).surveyed
+    zero, key = jnp.zeros((), jnp.int32), jax.random.key(0, impl=THREEFRY)
+    _, work = some_client(engine, Shared(server, rows, key, zero, jnp.zeros((), float)), zero)
+    return with_survey(engine.algorithm, server, initial_client(engine, server.params), work).surveyed
 
 
 @partitionable
@@ -279,8 +279,14 @@ def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
 
 def update_of_size(engine: Engine, shared: Shared, size: jax.Array) -> ClientResult:
     """The update of client 0 in its initial state, as if it had ``size`` examples."""
+    return phases(engine, shared, initial_client(engine, shared.server.params), size)[-1]
+
+
+def phases(engine: Engine, shared: Shared, old: PyTree, size: jax.Array) -> list[ClientResult]:
+    """The results of client 0 in the phases of a round, as if it had ``size`` examples. old: its state before."""
     client, work = some_client(engine, shared, size)
-    return update(engine, shared, client, initial_client(engine, shared.server.params), work)
+    names = ["client_update"] if engine.algorithm.survey is None else ["survey", "client_update"]
+    return [update(engine, shared, client, old, work, name) for name in names]
 
 
 def some_client(engine: Engine, shared: Shared, size: jax.Array) -> tuple[Client, Work]:
@@ -292,7 +298,7 @@ def some_client(engine: Engine, shared: Shared, size: jax.Array) -> tuple[Client
 
 @partitionable
 def some_message(engine: Engine, params: Params, rows: Rows) -> PyTree:
-    """The message of some client, before `Algorithm.complete` has completed its state. For `jax.eval_shape`."""
+    """The message of some client before `Algorithm.complete` has completed its state, for `jax.eval_shape`."""
     zero, key = jnp.zeros((), jnp.int32), jax.random.key(0, impl=THREEFRY)
     shared = Shared(engine.algorithm.init_server(params), rows, key, zero, jnp.zeros((), float))
     (_, work), client = some_client(engine, shared, zero), engine.algorithm.init_client(params)
@@ -332,7 +338,7 @@ def check_finite(engine: Engine, client: Client, result: ClientResult) -> tuple[
 def checked(result: ClientResult) -> PyTree:
     """The values of a client's result that must be finite. A loss may be NaN although its gradient is finite."""
     metrics = {name: value for name, value in {**result.metrics}.items() if name == "loss"}
-    return {"message": result.message, "metrics": metrics, "state": result.state, "weight": result.weight}
+    return {"message": decoded(result.message), "metrics": metrics, "state": result.state, "weight": result.weight}
 
 
 def finished(engine: Engine, shared: Shared, placed: Client, answered: jax.Array, clients: PyTree) -> PyTree:

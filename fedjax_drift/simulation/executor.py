@@ -113,7 +113,8 @@ class Executor:
         FedDyn and FedDC also keep the mean of the cohort's models. Its scores are called ``client_mean_<name>``.
         """
         test = self.test(state.round)
-        return server_scores(lambda params: self.launch_scoring("evaluate", params, test), state.server)
+        algorithm = self.setup.engine.algorithm
+        return server_scores(lambda params: self.launch_scoring("evaluate", params, test), algorithm, state.server)
 
     def fetch(self, state: ServerState, cohort: jax.Array | None = None) -> Fetched:
         """Returns the arguments of the next round. Only needed if examples or client states are kept on the host.

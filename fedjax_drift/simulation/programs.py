@@ -32,6 +32,7 @@ from fedjax_drift.devices.mesh import any_device, is_described
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
+from fedjax_drift.message import summed
 from fedjax_drift.model import Model
 from fedjax_drift.participation import uniform
 from fedjax_drift.round.aggregation import mean
@@ -339,9 +340,9 @@ def _checksum(form: recipes.Form, count: int, structure: Any, leaves: tuple[jax.
         engine: Engine = recipes.join(form, numbers, frozen)
         result = any_update(engine, state, rows)
         one = jnp.ones((), result.weight.dtype)
-        surveyed = any_survey(engine, state, rows)
+        surveyed = any_survey(engine, state.server, rows)
         context = Round(state.round, one, one, engine.num_clients, engine.mean_size, surveyed)
-        return result, engine.algorithm.server_update(state.server, result.message, context)
+        return result, engine.algorithm.server_update(state.server, summed(result.message), context)
 
     traced = jax.make_jaxpr(updates)((1.0,) * count, *jax.tree.unflatten(structure, leaves))
     text = re.sub(r" at 0x[0-9a-f]+", "", str(traced))  # the addresses of functions differ between processes

@@ -22,6 +22,7 @@ from fedjax_drift.devices.mesh import flat, leaf_shardings, num_teams, team_size
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift
+from fedjax_drift.message import summed
 from fedjax_drift.model import Model
 from fedjax_drift.participation import Participation, bernoulli
 from fedjax_drift.round import rows
@@ -40,7 +41,7 @@ from fedjax_drift.simulation.selection import selection_of
 from fedjax_drift.simulation.timing import check_clock, check_mixes
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.specification import ON_DEVICES
-from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, ServerState
+from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Needs, ServerState
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +107,7 @@ class Setup:
 
     def any_survey(self) -> Any:
         """The shapes of the mean of the first phase of a round. None if there is no such phase."""
-        return jax.eval_shape(partial(any_survey, self.engine), self.state, Rows(*self.engine.row))
+        return jax.eval_shape(partial(any_survey, self.engine), self.state.server, Rows(*self.engine.row))
 
     def update_leaves(self) -> list[str]:
         """The names of the leaves of a client's update. ``info["bad_leaf"]`` has indices into this list."""
@@ -279,7 +280,7 @@ def assemble(options: Options) -> Setup:
         engine = engine._replace(state_rows=-(-N // D) * D, sharded=True)
     measures = drift.check_measures(options.measure, engine, data.x_test is not None, rows_at == "host")
     arrays = rows.place(data, mesh, rows_at, placement.eval_batch_size)
-    if "accuracy" in algorithm.requires:
+    if Needs.of(algorithm.requires).accuracy:
         test = at_round(engine, arrays.test, jnp.int32(0)) if arrays.test is not None else None
         scores = jax.eval_shape(partial(evaluate, engine), shapes.params, test)
         if "accuracy" not in scores:
@@ -287,7 +288,8 @@ def assemble(options: Options) -> Setup:
                 f"{algorithm.name} needs the test accuracy, got an evaluation without it: use a classifier and integer "
                 'labels, or a Model whose scores return an "accuracy"'
             )
-    validate.check_rule(aggregation, partial(some_message, engine), shapes.params, Rows(*engine.row), cohort_size)
+    message = jax.eval_shape(lambda *given: summed(some_message(engine, *given)), shapes.params, Rows(*engine.row))
+    validate.check_rule(aggregation, message, cohort_size)
     if clock.mixes == "models":
         check_mixes(engine, shapes.params)
     one_state = engine if client_store in ON_DEVICES else engine._replace(state_rows=1)

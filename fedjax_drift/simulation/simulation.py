@@ -25,6 +25,7 @@ from fedjax_drift.devices.processes import leads, spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
+from fedjax_drift.message import summed
 from fedjax_drift.model import Model
 from fedjax_drift.participation import Participation
 from fedjax_drift.participation.cohorts import short_name
@@ -790,7 +791,7 @@ class Simulation:
         times = (1 + e.sharded) * (1 + (e.algorithm.finish is not None))
         share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
         return {
-            "message sum": tree.nbytes((update.message, update.weight, survey)),
+            "message sum": tree.nbytes((jax.eval_shape(summed, update.message), update.weight, survey)),
             "client states": times * (D - 1) * G * e.lanes * tree.nbytes(update.state),
             "rows": (D - 1) * share * tree.nbytes(row),
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +9,7 @@ import jax
 from fedjax_drift import checks, tree
 from fedjax_drift.clock import Clock, Devices
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.message import summed
 from fedjax_drift.round.engine import Engine, Rows
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.train import some_message
@@ -72,7 +72,7 @@ def check_clock(engine: Engine, selection: Selection) -> Devices | None:
 
 def check_mixes(engine: Engine, params: Any) -> None:
     """Checks that the messages are shaped like the model, for a clock that mixes models."""
-    message = jax.eval_shape(partial(some_message, engine), params, Rows(*engine.row))
+    message = jax.eval_shape(lambda *given: summed(some_message(engine, *given)), params, Rows(*engine.row))
     if tree.layout(message) != tree.layout(params):
         raise ConfigurationError(
             f'mixes must be "updates" for {engine.algorithm.name}, whose message isn\'t the update of a model alone, '

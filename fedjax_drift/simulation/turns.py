@@ -148,7 +148,8 @@ class TurnTrack:
             return {}
         test = after(self.setup.engine, self.arrays.test, np.int32(self._rounds))
         score = partial(self.programs.launch_scoring, "evaluate", numbers=self.turn.scoring)
-        return server_scores(lambda params: score(params, test), self.state.server)
+        algorithm = self.setup.engine.algorithm
+        return server_scores(lambda params: score(params, test), algorithm, self.state.server)
 
     def rounds(self, n: int, infos: dict, scores: dict) -> Iterator[tuple[int, int, dict, dict]]:
         for place, run in self.turn.places():

@@ -5,7 +5,6 @@ A check that fails raises ConfigurationError. The checks run before a round is c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.shift.rule import Owner
 from fedjax_drift.simulation.ascent import check_optimizer
 from fedjax_drift.tree import layout
-from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
+from fedjax_drift.types import THREEFRY, Algorithm, Needs, Params, ServerState
 
 
 def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
@@ -46,17 +45,8 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
             if name == "model" and "equinox" in {base.__module__.partition(".")[0] for base in type(value).__mro__}:
                 hint = "fd.Model(init, apply), made from the arrays and the function of the Equinox module"
             raise ConfigurationError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
-    for kind_name, value, needed, optional in (
-        ("Model", model, ("init", "apply", "loss"), ("train_apply", "features", "head", "extractor", "scores")),
-        (
-            "Algorithm",
-            algorithm,
-            ("init_server", "init_client", "client_update", "server_update"),
-            ("observe", "finish", "report", "complete", "personal"),
-        ),
-    ):
-        for name in (*needed, *(name for name in optional if getattr(value, name) is not None)):
-            checks.function(f"{kind_name}.{name}", getattr(value, name))
+    checks.functions(model, "Model.{}".format)
+    checks.functions(algorithm, "Algorithm.{}".format)
     checks.flag("Model.cosine", model.cosine)
     if model.statistics is not None and not isinstance(model.statistics, Statistics):
         raise ConfigurationError(
@@ -76,38 +66,31 @@ MISSING = {
 
 def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining, has_test: bool) -> None:
     """Checks that the model, the local training and the data meet the requirements of the algorithm."""
-    for name in algorithm.requires:
-        if epochs := re.fullmatch(r"(\d+) epochs", str(name)):
-            if local.steps is not None or local.epochs < int(epochs[1]):
-                given = local.epochs if local.steps is None else f"{local.steps} steps"
-                raise ConfigurationError(
-                    f"{algorithm.name} needs at least {name}, got {given}: pass LocalTraining(epochs="
-                    f"{epochs[1]}), or --epochs {epochs[1]} on the command line"
-                )
-            continue
-        checks.choice(
-            "Algorithm.requires",
-            name,
-            (*MISSING, "classifier", "sgd", "sgd or momentum", "accuracy", "weights", "one model"),
+    needs = Needs.of(algorithm.requires)
+    if needs.epochs and (local.steps is not None or local.epochs < needs.epochs):
+        given = local.epochs if local.steps is None else f"{local.steps} steps"
+        raise ConfigurationError(
+            f"{algorithm.name} needs at least {needs.epochs} epochs, got {given}: pass LocalTraining(epochs="
+            f"{needs.epochs}), or --epochs {needs.epochs} on the command line"
         )
-        if name in MISSING and not getattr(model, name):
+    for name, fix in MISSING.items():
+        if getattr(needs, name) and not getattr(model, name):
             needed = "whose logits are cosines" if name == "cosine" else f"with {name}"
-            raise ConfigurationError(f"{algorithm.name} needs a model {needed}, got one without: {MISSING[name]}")
-        if name == "classifier" and model.loss is not cross_entropy:
-            raise ConfigurationError(
-                f"{algorithm.name} needs a classifier with the default loss (softmax cross-entropy), got a model with "
-                "another loss: leave Model(loss=...) out"
-            )
-        if name == "sgd" and local.has_memory:
-            raise ConfigurationError(
-                f"{algorithm.name} needs plain local SGD, got {local!r}: leave momentum and optimizer out of "
-                "LocalTraining"
-            )
-        if name == "sgd or momentum" and local.optimizer is not None:
-            raise ConfigurationError(
-                f"{algorithm.name} needs local SGD, with or without momentum, got {local!r}: leave optimizer out of "
-                "LocalTraining"
-            )
+            raise ConfigurationError(f"{algorithm.name} needs a model {needed}, got one without: {fix}")
+    if needs.classifier and model.loss is not cross_entropy:
+        raise ConfigurationError(
+            f"{algorithm.name} needs a classifier with the default loss (softmax cross-entropy), got a model with "
+            "another loss: leave Model(loss=...) out"
+        )
+    if needs.optimizer == "sgd" and local.has_memory:
+        raise ConfigurationError(
+            f"{algorithm.name} needs plain local SGD, got {local!r}: leave momentum and optimizer out of LocalTraining"
+        )
+    if needs.optimizer == "sgd or momentum" and local.optimizer is not None:
+        raise ConfigurationError(
+            f"{algorithm.name} needs local SGD, with or without momentum, got {local!r}: leave optimizer out of "
+            "LocalTraining"
+        )
     if algorithm.observe is not None and not has_test:
         raise ConfigurationError(
             f"{algorithm.name} evaluates the model in every round and needs a test set, got none: pass test=(x, y)"
@@ -116,7 +99,7 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
 
 def check_statistics(kept: str, algorithm: Algorithm, aggregation: Aggregation) -> None:
     """Checks that the algorithm and the aggregation can work with running statistics. kept: as in `Statistics`."""
-    if kept != "frozen" and "one model" in algorithm.requires:
+    if kept != "frozen" and Needs.of(algorithm.requires).one_model:
         raise ConfigurationError(
             f"{algorithm.name} trains more than one model, which would share their running statistics, got "
             f'statistics={kept!r}: use statistics="frozen", or GroupNorm instead of BatchNorm'
@@ -163,12 +146,13 @@ def check_aggregation(
             f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
             "pass fd.aggregation.clipped(1.0), for example; None means the weighted mean"
         )
-    if (participation.weights == "uniform" or participation.expected) and "weights" in algorithm.requires:
+    checks.functions(aggregation, f"{{}} of {aggregation.name}".format)
+    if Needs.of(algorithm.requires).weights and (participation.weights == "uniform" or participation.expected):
         raise ConfigurationError(
             f"{algorithm.name} needs a participation rule that keeps the weights of the clients, got "
             f'{participation.name}: pass weighting="uniform"'
         )
-    if aggregation.noise_multiplier is not None and "weights" in algorithm.requires:
+    if aggregation.noise_multiplier is not None and Needs.of(algorithm.requires).weights:
         raise ConfigurationError(
             f"{algorithm.name} needs an aggregation that keeps the weights of the clients, got {aggregation.name}, "
             'which weights all by 1: pass weighting="uniform"'
@@ -192,25 +176,25 @@ def check_aggregation(
         )
 
 
-def check_rule(aggregation: Aggregation, message: Callable, params: Any, rows: Any, K: int) -> None:
+def check_rule(aggregation: Aggregation, message: Any, K: int) -> None:
     """Checks that the functions of an aggregation rule fit each other and the messages of the algorithm.
 
-    message: ``message(params, rows)`` is some client's message.
+    message: the shapes of what one client adds to the sum.
     """
     if aggregation.check is not None:
         aggregation.check(K)
     if aggregation.recipe is not None and not aggregation.recipe.replaced(aggregation):
         return  # a rule of the library
 
-    def mean(params: Any, rows: Any) -> tuple:
-        state, sent, weight = aggregation.init(), message(params, rows), jnp.ones(())
+    def mean(sent: Any) -> tuple:
+        state, weight = aggregation.init(), jnp.ones(())
         part, weight = aggregation.contribute(state, sent, weight)
         return aggregation.combine(state, part, weight, jax.random.key(0, impl=THREEFRY), K), (sent, state)
 
     form = "contribute(state, message, weight) -> (part, weight) and "
     form += "combine(state, total, weight, key, K) -> (mean, state)"
     try:
-        found, needed = ([name for name, *_ in layout(each)] for each in jax.eval_shape(mean, params, rows))
+        found, needed = ([name for name, *_ in layout(each)] for each in jax.eval_shape(mean, message))
     except Exception as error:
         raise ConfigurationError(
             f"{aggregation.name} must have the functions {form}, got some that fail: {first_line(error)}"
