@@ -41,7 +41,7 @@ ALGORITHMS = {
 class Server(NamedTuple):
     params: Any
     inner: Any
-    client_mean: Any  # the mean of the last models of all N clients; `evaluate` scores it in addition to params
+    client_mean: Any  # the mean of the last models of all N clients
 
 
 def scored_over_all_clients(algorithm: fd.Algorithm) -> fd.Algorithm:
@@ -66,9 +66,10 @@ def scored_over_all_clients(algorithm: fd.Algorithm) -> fd.Algorithm:
         everyone = jax.tree.map(lambda a, change: a + context.participation * change, server.client_mean, mean[1])
         return Server(inner.params, inner, everyone)
 
-    return fd.Algorithm(
+    made = fd.Algorithm(
         init_server, lambda params: (algorithm.init_client(params), params), client_update, server_update
     )
+    return made._replace(models=lambda server: {"client_mean": server.client_mean})
 
 
 def first(history: list[dict], name: str, target: float) -> int | None:

@@ -53,7 +53,7 @@ from fedjax_drift.simulation.progress import stop_on_interrupt
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.simulation.sweep import Run, grid, sweep
 from fedjax_drift.storage.checkpoint import Checkpoints
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Round, ServerState, Work, algorithm
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Round, Row, ServerState, Work, algorithm
 from fedjax_drift.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -79,10 +79,12 @@ __all__ = [
     "FederatedData",
     "LocalTraining",
     "Model",
+    "Needs",
     "Placement",
     "Plan",
     "ParsedRun",
     "Round",
+    "Row",
     "Run",
     "ServerState",
     "Simulation",

@@ -179,7 +179,7 @@ def test_the_algorithms_page_lists_every_factory_with_its_state() -> None:
         factory = ALGORITHMS[name]
         needed = [key for key, p in inspect.signature(factory).parameters.items() if p.default is p.empty]
         algorithm = factory(**{key: given[key] for key in needed})
-        model = fd.models.lenet5(num_classes=62, cosine="cosine" in algorithm.requires)
+        model = fd.models.lenet5(num_classes=62, cosine=algorithm.requires.cosine)
         own = inspect.signature(factory).parameters.get("personal")
         if own is not None and "norm" in own.default:  # LeNet-5 has no normalisation layer
             model = fd.models.resnet18()

@@ -222,7 +222,7 @@ FOLLOWS_ACCURACY = ("fedgvr", "fedgvrgm")
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_handles_the_statistics_or_is_refused(name, kept) -> None:
     algorithm = algorithm_of(name)
-    refused = ("one model" in algorithm.requires and kept != "frozen") or (name in FOLLOWS_ACCURACY and kept == "local")
+    refused = (algorithm.requires.one_model and kept != "frozen") or (name in FOLLOWS_ACCURACY and kept == "local")
     if refused:
         with pytest.raises(ConfigurationError, match=f"{name} .*got statistics=.{kept}"):
             simulate(cosines(kept), algorithm)
