@@ -6,13 +6,14 @@ Client i:  the update of the base algorithm, whose message is m_i
 Server:    as the base algorithm
 
 with e_i = 0 before the first participation. The weights of the messages are not compressed. Each leaf of a message is
-coded by itself.
+coded by itself. The messages of a first phase (Mime) go through the codec, too, without error feedback.
 
 Error feedback: Seide et al., "1-bit stochastic gradient descent", Interspeech 2014; Karimireddy, Rebjock, Stich, Jaggi,
 "Error Feedback Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, arXiv 1901.09847, algorithm 2.
 
 Deviations:  error feedback is per client and per message, not per step. The state of a client that rarely participates
-has an old residual.
+has an old residual. With several models (IFCA), the residual of one model is added to the update of the next one that
+the client chooses.
 """
 
 from __future__ import annotations
