@@ -23,7 +23,7 @@ MODULES = {
     for path in ROOT.rglob("*.py")
 }
 FLOORS = [
-    {"errors", "types", "model", "recipes", "tree", "leaves", "checks"}
+    {"errors", "types", "message", "model", "recipes", "tree", "leaves", "checks"}
     | {"adapters", "batch_norm", "version", "disk", "reprs", "schedules", "convolution", "pytorch"},
     {"data", "models", "shift"},
     {"local", "devices", "clock", "participation"},
@@ -86,9 +86,18 @@ def test_modules_import_only_from_their_own_or_lower_layers() -> None:
     for module in inside:
         if room(module) == "algorithms" and module != "fedjax_drift.algorithms":
             below = {room(other) for other in GRAPH[module]}
-            assert below <= {"types", "model", "tree", "leaves", "local", "checks", "errors", "algorithms", "data"}, (
-                f"{module}: {below}"
-            )
+            assert below <= {
+                "types",
+                "message",
+                "model",
+                "tree",
+                "leaves",
+                "local",
+                "checks",
+                "errors",
+                "algorithms",
+                "data",
+            }, f"{module}: {below}"
 
 
 def test_the_package_does_not_import_the_command_line() -> None:

@@ -157,12 +157,10 @@ def partly_shared(
     def model_of_client(server: Any, client: Client, work: Work) -> Params:
         return with_leaves(server.params, own_leaves(server.params, client))
 
-    def of_base(server: Any, message: PyTree) -> PyTree:
+    def of_base(message: PyTree) -> PyTree:
         return filled(message[0] if averages else message)
 
-    inner = inside(
-        base, client="base", received=received, message=of_base, surveyed=lambda server, message: filled(message)
-    )
+    inner = inside(base, client="base", received=received, message=of_base, surveyed=filled)
     needs = Needs.of(base.requires) | Needs(epochs=base_epochs + 1 if schedule == "alternate" else 0)
     return inner._replace(
         init_client=init_client,

@@ -63,7 +63,7 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
     def received(server: Server, client: Client, work: Work) -> tuple[Any, Work]:
         return server.base, separated(work, client.statistics if local else server.statistics)
 
-    inner = inside(base, server="base", client="base", received=received, message=lambda server, m: m.base)
+    inner = inside(base, server="base", client="base", received=received, message=lambda m: m.base)
 
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:
         s = client.statistics if local else server.statistics

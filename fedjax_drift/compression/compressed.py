@@ -67,7 +67,7 @@ def compressed(base: Algorithm, codec: Codec, error_feedback: bool = True, parts
     checks.choice("parts", parts, ("all", "params"))
     check_codec(codec)
 
-    inner = inside(base, client="base" if error_feedback else None, message=lambda server, m: decoded(m))
+    inner = inside(base, client="base" if error_feedback else None, message=decoded)
 
     def sent(phase: str, server: Any, client: Any, work: Work) -> ClientResult:
         """The result of one phase of the base algorithm, whose message goes through the codec."""
