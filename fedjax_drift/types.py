@@ -164,8 +164,8 @@ class Round(NamedTuple):
     t: jax.Array  # int32 [], the round, from 0
     lr: jax.Array  # float [], eta_t
     participation: jax.Array
-    """float [], |S| / N, where S is the set of the aggregated clients. With differential privacy, and with importance
-    sampling, it is K / N."""
+    """float [], |S| / N, where S is the set of the aggregated clients. With differential privacy it is K / N, and with
+    importance sampling K / N times the share of the clients that are available."""
     num_clients: int  # N
     mean_size: float  # mean of n_i over all N clients
     surveyed: PyTree = None  # as in `Work`

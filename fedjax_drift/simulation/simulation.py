@@ -325,7 +325,7 @@ class Simulation:
         Args:
           state: from `init` or an earlier round.
           cohort: client ids, all different and in 0..N-1, or client names. Default: drawn from the state's key. Not
-            allowed with asynchronous rounds.
+            allowed with asynchronous rounds and with importance sampling.
 
         Returns:
           The next state, and info, a dict.
@@ -401,6 +401,11 @@ class Simulation:
         if self.setup.engine.asynchronous:
             raise ConfigurationError(
                 f"{what} must be None with asynchronous rounds, whose clients are those that report next: leave it out"
+            )
+        if self.participation.expected is not None:
+            raise ConfigurationError(
+                f"{what} must be None with {self.participation.name}, which divides by the expected weight of the "
+                "clients that it selects itself: leave it out, or use another participation rule"
             )
         if traced(cohort):
             return cohort
