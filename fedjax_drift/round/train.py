@@ -303,8 +303,8 @@ def some_message(engine: Engine, params: Params, rows: Rows) -> PyTree:
 def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array, available: jax.Array | None) -> jax.Array:
     """The expected sum of the weights of a round's clients, a scalar, for a participation rule with ``expected``.
 
-    sizes: int32 [N]. available: bool [N], the clients that can be selected; None: all. The weight of a client depends on its size only, so the compiler removes everything else from the
-    updates of the N clients.
+    sizes: int32 [N]. available: bool [N], the clients that can be selected; None: all. The weight of a client depends
+    on its size only, so the compiler removes everything else from the updates of the N clients.
     """
     rule, K = engine.participation, engine.clients_selected
     assert rule.expected is not None
