@@ -212,8 +212,9 @@ class Algorithm(NamedTuple):
         model has this field. "classifier": the model has the default loss. "sgd": local training without momentum and
         without another optimizer. "sgd or momentum": local training without another optimizer. "accuracy": the
         evaluation reports an accuracy. "weights": the aggregation keeps the weights of the clients. "one model": the
-        model has no running statistics that clients update, because clients train several models. "2 epochs": at least
-        two local epochs; other numbers likewise.
+        model has no running statistics that clients update, because clients train several models. "one version": all
+        clients of a mean have started with the same variables of the server. "one rate": with the same learning rate.
+        "2 epochs": at least two local epochs; other numbers likewise.
       recipe: How it was made: the factory and its arguments, recorded by `fd.algorithm`.
     """
 

@@ -75,7 +75,8 @@ def agnostic(
         not domains.
 
     Raises:
-      ValueError: a value is out of range, or there are more classes than domains.
+      ValueError: a value is out of range, or there are more classes than domains. A `Simulation` refuses asynchronous
+        rounds with clients of several versions.
     """
     D = checks.integer("domains", domains, 1, 2**16)
     domain = None if domain is None else checks.function("domain", domain, "it maps x [B, ...] and y to int [B]")
@@ -148,7 +149,8 @@ def agnostic(
         return {"largest_domain_loss": jnp.where(counts > 0, losses / counts, -jnp.inf).max()}
 
     made = Algorithm(init_server, lambda params: (), client_update, server_update, name="agnostic")
-    return made._replace(report=report, requires=("classifier",) if domain is None else ())
+    needs = ("one version",)  # all beta_i of (5) have the same counts in (1), whose scale cancels out
+    return made._replace(report=report, requires=(*needs, "classifier") if domain is None else needs)
 
 
 def on_simplex(v: jax.Array) -> jax.Array:

@@ -51,4 +51,5 @@ def slowmo(beta: float, alpha: float = 1.0) -> Algorithm:
         w = jax.tree.map(lambda w, m: w - alpha * context.lr * m, server.params, m)  # (2)
         return Server(w, m)
 
-    return fedavg(weighting="uniform")._replace(init_server=init_server, server_update=server_update, name="slowmo")
+    base = fedavg(weighting="uniform")._replace(requires=("one rate",))  # (1) divides by the present rate
+    return base._replace(init_server=init_server, server_update=server_update, name="slowmo")

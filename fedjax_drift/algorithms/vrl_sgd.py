@@ -74,4 +74,5 @@ def vrl_sgd() -> Algorithm:
         rate = client.rate
         return Client(jax.tree.map(lambda pending, D: pending + rate * D, client.Delta, server.mean_D), rate)  # (3)
 
-    return Algorithm(init_server, init_client, client_update, server_update, finish=finish, name="vrl_sgd")
+    made = Algorithm(init_server, init_client, client_update, server_update, finish=finish, name="vrl_sgd")
+    return made._replace(requires=("one rate",))  # (3) divides the mean of the updates by the client's own rate

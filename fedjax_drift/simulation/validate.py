@@ -74,6 +74,9 @@ MISSING = {
 }
 
 
+SYNCHRONOUS = ("one version", "one rate")  # requirements that synchronous rounds always meet, see `check_clock`
+
+
 def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining, has_test: bool) -> None:
     """Checks that the model, the local training and the data meet the requirements of the algorithm."""
     for name in algorithm.requires:
@@ -88,7 +91,7 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
         checks.choice(
             "Algorithm.requires",
             name,
-            (*MISSING, "classifier", "sgd", "sgd or momentum", "accuracy", "weights", "one model"),
+            (*MISSING, "classifier", "sgd", "sgd or momentum", "accuracy", "weights", "one model", *SYNCHRONOUS),
         )
         if name in MISSING and not getattr(model, name):
             needed = "whose logits are cosines" if name == "cosine" else f"with {name}"
