@@ -58,7 +58,8 @@ def agnostic(
 ) -> Algorithm:
     """FedAvg that minimises the largest loss among the domains of the examples, instead of their mean.
 
-    Clients keep no state. They compute their losses at w, which costs a forward pass over their examples. `evaluate`
+    Clients keep no state. They compute their losses at w, which costs a forward pass over their examples.
+    ``info["largest_domain_loss"]`` is the largest of these, so it belongs to the model before the round. `evaluate`
     reports the metrics of w. It also reports those of the average of all models, with the prefix ``average_``.
 
     Args:

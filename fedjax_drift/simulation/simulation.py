@@ -626,7 +626,9 @@ class Simulation:
           - "sharpness": ``sharpness`` [5], the largest eigenvalues of the Hessian of the test loss at w, in descending
             order, from 20 steps of Lanczos' method (fewer eigenvalues for a model with fewer parameters);
             ``hessian_trace`` [], an unbiased estimate of its trace from 10 random vectors (Hutchinson). These take 30
-            products with the Hessian. The test loss is that of `evaluate`.
+            products with the Hessian. The model and the test loss are those of ``evaluate(state)``. So in ``info`` and
+            in the history, they are those of the model after the round, like "loss". All other measures are of the
+            clients of the round, and of the model w that they received.
           - "local_sharpness": ``local_sharpness`` [K], the largest eigenvalue at theta_i after the last epoch. It takes
             20 products with the Hessian for each client.
 
