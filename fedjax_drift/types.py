@@ -167,8 +167,8 @@ class Round(NamedTuple):
     t: jax.Array  # int32 [], the round, from 0
     lr: jax.Array  # float [], eta_t
     participation: jax.Array
-    """float [], |S| / N, where S is the set of the aggregated clients. With differential privacy, and with importance
-    sampling, it is K / N."""
+    """float [], |S| / N, where S is the set of the aggregated clients. With differential privacy it is K / N, and with
+    importance sampling K / N times the share of the clients that are available."""
     num_clients: int  # N
     mean_size: float  # mean of n_i over all N clients
     surveyed: PyTree = None  # as in `Work`
@@ -183,6 +183,8 @@ class Needs(NamedTuple):
     cosine: bool = False  # likewise
     classifier: bool = False  # the model has the default loss
     one_model: bool = False  # no running statistics that clients update, because clients train several models
+    one_version: bool = False  # all clients of a mean have started with the same variables of the server
+    one_rate: bool = False  # all clients of a mean have started with the same learning rate
     optimizer: str = "any"  # of the local steps: "any", "sgd" (without momentum) or "sgd or momentum"
     epochs: int = 0  # the least number of local epochs; with 1 or more, ``LocalTraining(steps=)`` is refused
     accuracy: bool = False  # the evaluation reports an accuracy
@@ -196,19 +198,18 @@ class Needs(NamedTuple):
     @classmethod
     def of(cls, value: Any) -> Needs:
         """The needs that ``value`` is, or that its strings name, such as ``("features", "sgd", "2 epochs")``."""
-        if isinstance(value, Needs):
-            return value
-        needs = cls()
+        if not isinstance(value, tuple | list) or isinstance(value, Needs):
+            return checks.instance("Algorithm.requires", value, Needs, "pass fd.Needs(features=True), for example")
+        needs, flags = cls(), [name for name, default in cls._field_defaults.items() if default is False]
         for name in value:
             number, _, unit = str(name).partition(" ")
-            field = "one_model" if name == "one model" else name
             if name in OPTIMIZERS:
                 needs |= cls(optimizer=name)
             elif unit == "epochs" and number.isdecimal():
                 needs |= cls(epochs=int(number))
             else:
-                checks.choice("Algorithm.requires", field, (*cls._fields, *OPTIMIZERS))
-                needs |= cls()._replace(**{field: True})  # type: ignore[arg-type]
+                flag = checks.choice("Algorithm.requires", str(name).replace(" ", "_"), [*flags, *OPTIMIZERS])
+                needs |= cls()._replace(**{flag: True})  # type: ignore[arg-type]
         checks.warn(
             f"Algorithm.requires as strings is deprecated: pass requires=fd.{needs.brief()}", DeprecationWarning
         )

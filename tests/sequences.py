@@ -284,7 +284,8 @@ def asked(p: Player, method: str, *arguments: Any) -> None:
 
 def other_cohort(p: Player, cohort: list[int]) -> None:
     """The first client of the cohort alone, and with the others."""
-    given = not p.sim.setup.engine.asynchronous  # whether a cohort may be given
+    engine = p.sim.setup.engine
+    given = not engine.asynchronous and engine.participation.expected is None  # whether a cohort may be given
     if given and p.case.redealt is None and "over_selection" not in p.case.options:
         sim = simulate(p.case, p.place._replace(bank="device", donate=False), p.folder)
         alone, among = [

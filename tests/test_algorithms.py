@@ -16,6 +16,7 @@ from small import models_after
 import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.testing import CHECKS, check_contract, contract_simulation
+from fedjax_drift.types import Needs
 
 
 # After two steps with learning rate 1/2 towards a, a quarter of the distance is left: theta = w / 4 + 3 a / 4, and
@@ -108,8 +109,8 @@ TIMINGS = {"synchronous": {}, "asynchronous": {"clock": fd.clock.asynchronous(4,
 def test_two_devices_give_the_results_of_one(name, timing) -> None:
     """Sampled cohorts, client states sharded over the devices, and clients that drop out or stop early."""
     algorithm, states = small(ALGORITHMS[name]), []
-    if algorithm.survey is not None and TIMINGS[timing]:
-        pytest.skip("a round with two phases is synchronous")
+    if TIMINGS[timing] and (algorithm.survey is not None or Needs.of(algorithm.requires).one_version):
+        pytest.skip("its rounds are synchronous")
     for devices, bank in ((1, "device"), (2, "sharded")):
         mesh = fd.clients_mesh(jax.devices()[:devices])
         sim = contract_simulation(algorithm, mesh=mesh, bank=bank, lanes=1, **TIMINGS[timing])

@@ -360,6 +360,35 @@ def test_two_phases_need_a_synchronous_round() -> None:
         make(aggregation=private, sampling="bernoulli")
 
 
+ONE_VERSION = {
+    "qfedavg": alg.qfedavg(5.0), "agnostic": alg.agnostic(2, lambda x, y: (y > 3).astype(int)),
+    "fedmoswa": alg.fedmoswa(), "fedadc": alg.fedadc(0.6), "fedadc, gamma": alg.fedadc(0.6, gamma=0.1),
+    "compressed": fd.compression.compressed(alg.qfedavg(5.0), fd.compression.top_k(0.5)),
+}  # fmt: skip
+ONE_RATE = {
+    "slowmo": alg.slowmo(0.6), "fedcm": alg.fedcm(), "mofedsam": alg.mofedsam(), "fedadamw": alg.fedadamw(),
+    "vrl_sgd": alg.vrl_sgd(), "fedadc": alg.fedadc(0.6, gamma=0.0),
+}  # fmt: skip
+
+
+def test_means_of_messages_on_the_scale_of_a_variable_of_the_server_need_one_version() -> None:
+    data, model = quadratics([2.0, 8.0, 3.0])
+
+    def make(algorithm: fd.Algorithm, concurrency: int = 3, **local) -> fd.Simulation:
+        clock = fd.clock.asynchronous(concurrency)
+        return fd.Simulation(model, data, algorithm, local=fd.LocalTraining(**local), cohort_size=2, clock=clock)
+
+    for algorithm in ONE_VERSION.values():
+        make(algorithm, concurrency=2)  # all clients start together
+        with pytest.raises(fd.errors.ConfigurationError, match="needs clients that start with the same variables of"):
+            make(algorithm)
+    for algorithm in ONE_RATE.values():
+        make(algorithm), make(algorithm, concurrency=2, lr_decay=0.9)
+        for varying in ({"lr_decay": 0.9}, {"lr": lambda t: 0.1 / (1 + t)}):
+            with pytest.raises(fd.errors.ConfigurationError, match="needs a constant learning rate in asynchronous"):
+                make(algorithm, **varying)
+
+
 def test_the_first_phase_of_a_round_has_the_clients_and_the_weights_of_the_second() -> None:
     targets, sizes = [2.0, 8.0, -1.0, 5.0, 4.0], [1, 3, 2, 4, 1]
     data, model = quadratics(targets, sizes)

@@ -124,15 +124,28 @@ def test_running_statistics_are_constants_of_the_hessian(data):
 
 
 @pytest.mark.thorough
-def test_sharpness_uses_the_test_set_of_the_round(data):
-    """From round 1 on, two labels are swapped. The measures of predictions have the labels of the round, too."""
+def test_sharpness_uses_the_test_set_of_an_evaluation(data):
+    """From round 1 on, two labels are swapped."""
     sim = simulate(data.shifted(fd.shift.permute_labels(1, [(0, 2)])))
-    state, _ = sim.round_fn(sim.init(jax.random.key(0)))
+    first, _ = sim.round_fn(sim.init(jax.random.key(0)))
+    found = sim.measure(first, ("forgetting", "sharpness"))["sharpness"]
+    np.testing.assert_allclose(found, largest(dense_hessian(sim, first.params)), rtol=1e-4, atol=1e-5 * found[0])
+    state, _ = sim.round_fn(first)
     swapped = simulate(fd.FederatedData(data.x, data.y, data.sizes, data.x_test, 2 - data.y_test))
     want = largest(dense_hessian(swapped, state.params))
     assert abs(want[0] / largest(dense_hessian(sim, state.params))[0] - 1) > 0.01
     found = sim.measure(state, ("forgetting", "sharpness"))["sharpness"]
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5 * want[0])
+
+
+def test_a_record_has_the_sharpness_of_the_model_whose_loss_it_has(data):
+    """Also with a shift, whose test set is that of the last round, and after a round of a streamed data set."""
+    for each, stream in ((data, True), (data.shifted(fd.shift.permute_labels(1, [(0, 2)])), False)):
+        sim = simulate(each, ("sharpness",), stream=stream)
+        state, history = sim.run(sim.init(jax.random.key(2)), 2, eval_every=1, progress=False)
+        scores, measured = sim.evaluate(state), sim.measure(state, "sharpness")
+        assert history[-1]["loss"] == pytest.approx(scores["loss"], rel=1e-6)
+        assert history[-1]["sharpness"] == pytest.approx(measured["sharpness"].tolist(), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.thorough
@@ -144,8 +157,8 @@ def test_sharpness_in_measured_rounds_and_sweeps(data):
     assert "sharpness" not in history[0] and "sharpness" not in history[2]
     record = json.loads(json.dumps(history))[1]
     before, _ = sim.round_fn(start)
-    _, info = sim.round_fn(before)
-    assert record["sharpness"] == pytest.approx(largest(dense_hessian(sim, before.params)).tolist(), rel=1e-4, abs=1e-5)
+    after, info = sim.round_fn(before)
+    assert record["sharpness"] == pytest.approx(largest(dense_hessian(sim, after.params)).tolist(), rel=1e-4, abs=1e-5)
     here = np.asarray(info["cohort"]) >= 0
     assert np.isfinite(np.asarray(info["local_sharpness"])).tolist() == here.tolist() and 0 < here.sum() < len(here)
     assert record["local_sharpness"] == pytest.approx(float(np.asarray(info["local_sharpness"])[here].mean()), rel=1e-5)

@@ -4,6 +4,7 @@ that a round can be combined with."""
 from __future__ import annotations
 
 import itertools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,8 @@ from test_algorithms import small
 
 import fedjax_drift as fd
 from fedjax_drift.participation import Clients
-from fedjax_drift.round.cohort import PARTICIPATION
+from fedjax_drift.participation.availability import Restricted
+from fedjax_drift.round.cohort import PARTICIPATION, available, select
 from fedjax_drift.round.engine import round_keys
 from fedjax_drift.testing import contract_simulation
 
@@ -136,6 +138,126 @@ def test_importance_sampling_is_unbiased(weighting) -> None:
         expected += probability * model(sim.round_fn(start._replace(participation=ids))[0])
     full, _ = simulate(few, None, algorithm, cohort_size=6).round_fn(start._replace(participation=()))
     np.testing.assert_allclose(expected, model(full), rtol=1e-5, atol=1e-6)
+
+
+def by_own_chances() -> fd.participation.Participation:
+    """A rule that uses its key directly, as `uniform` does."""
+    chances = jnp.linspace(0.3, 0.9, N)
+    return fd.participation.uniform()._replace(
+        available=lambda state, key, t, N: jax.random.uniform(key, (N,)) < chances, name="own"
+    )
+
+
+RESTRICTED = {
+    "cyclic": lambda base: fd.participation.cyclic(2, base=base),
+    "diurnal": lambda base: fd.participation.diurnal(4.0, floor=0.2, base=base),
+    "markov": lambda base: fd.participation.markov(0.4, 0.2, base=base),
+    "trace": lambda base: fd.participation.trace(AVAILABLE[2:], base=base),
+    "cyclic, diurnal": lambda base: fd.participation.cyclic(2, base=fd.participation.diurnal(4.0, base=base)),
+    "diurnal, own": lambda base: fd.participation.diurnal(
+        4.0, base=base._replace(available=by_own_chances().available)
+    ),
+    "own": lambda base: base._replace(available=by_own_chances().available),
+}
+
+
+class Server(NamedTuple):
+    params: fd.Params
+    participation: jax.Array
+
+
+def answering() -> fd.Algorithm:
+    """Client i doesn't train. It sends 1 / n_i with the weight n_i, and the server adds the mean to the model."""
+
+    def client_update(server, client, work):
+        message = jax.tree.map(lambda w: jnp.full_like(w, 1 / work.size), server.params)
+        return fd.ClientResult(message, work.size.astype(work.lr.dtype), client, {})
+
+    def server_update(server, mean, context):
+        return Server(jax.tree.map(jnp.add, server.params, mean), context.participation)
+
+    return fd.Algorithm(lambda params: Server(params, jnp.ones(())), lambda params: (), client_update, server_update)
+
+
+@pytest.mark.parametrize("name", RESTRICTED)
+def test_importance_sampling_of_the_available_clients_is_unbiased(name, data) -> None:
+    """The expected mean, over all 2^8 cohorts, is the mean over the available clients: A / (sum of n_i over them)."""
+    rule = fd.participation.importance(CHANCE)._replace(  # its state is the cohort, before the others are left out
+        init=lambda key, clients: jnp.zeros(N, bool),
+        select=lambda member, key, t, K, clients: (
+            jnp.where(member & clients.available, jnp.arange(N), N), jnp.asarray(1 / CHANCE, float)
+        ),
+        most=lambda N, K: N,
+    )  # fmt: skip
+    sim = simulate(data, RESTRICTED[name](rule), answering())
+    members = np.array([*itertools.product([False, True], repeat=N)])
+    probability = np.where(members, CHANCE, 1 - CHANCE).prod(1)
+
+    def with_cohort(state: Any, member: jax.Array) -> Any:
+        return state._replace(base=with_cohort(state.base, member)) if isinstance(state, Restricted) else member
+
+    def after(start: fd.ServerState, member: jax.Array) -> tuple[jax.Array, jax.Array]:
+        state, _ = sim.round_fn(start._replace(participation=with_cohort(start.participation, member)))
+        return jax.tree.leaves(state.params)[0].ravel()[0], state.server.participation
+
+    for seed in range(4):
+        start = sim.init(jax.random.key(seed))
+        allowed = np.asarray(available(sim.setup.engine, start))
+        mean, participation = jax.vmap(after, (None, 0))(start, jnp.asarray(members))
+        expected = allowed.sum() / SIZES[allowed].sum() if allowed.any() else 0
+        assert probability @ np.asarray(mean) == pytest.approx(expected, rel=1e-5)
+        if allowed.any():  # the expected share of the participants, if the chances were equal
+            np.testing.assert_allclose(participation, K / N * allowed.mean(), rtol=1e-6)
+
+
+# The weights of the clients whose mean is the expected value of the mean of a cohort. None: it is biased on purpose.
+ESTIMATES = {
+    "uniform": np.ones(N), "bernoulli": np.ones(N), "by_size, replace": SIZES, "importance": SIZES,
+    "by_size": None, "power_of_choice": None, "schedule": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("base", ESTIMATES)
+@pytest.mark.parametrize("name", [name if name in ("cyclic", "own") else thorough(name) for name in RESTRICTED])
+def test_what_a_cohort_of_the_available_clients_estimates(name, base, data) -> None:
+    """For 4,000 keys: the mean of a value over the cohort, minus its mean over the available clients."""
+    sim, value = simulate(data, RESTRICTED[name](RULES[base])), np.sin(np.arange(N) * 2.0)
+    engine, arrays, p = sim.setup.engine, sim.setup.arrays, ESTIMATES[base]
+
+    def draw(key: jax.Array) -> tuple[jax.Array, ...]:
+        state = sim.init(key)
+        ids, factor = select(engine, state, arrays)
+        return available(engine, state), ids, jnp.ones(ids.shape) if factor is None else factor
+
+    allowed, ids, factor = map(np.asarray, jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(5), 4000)))
+    counts = np.zeros((len(ids), N + 1))
+    np.add.at(counts, (np.arange(len(ids))[:, None], ids), factor)
+    counts = counts[:, :N]
+    assert not counts[~allowed].any()
+    if p is None:
+        return
+    some = allowed.any(1)
+    counts, allowed = counts[some] * (SIZES if base == "importance" else 1), allowed[some] * p
+    divisor = (allowed if base == "importance" else counts).sum(1)
+    error = counts @ value / divisor - allowed @ value / allowed.sum(1)
+    assert abs(error.mean()) < 5 * error.std() / len(error) ** 0.5
+
+
+def test_importance_sampling_selects_its_cohorts_itself(data) -> None:
+    """Its divisor counts all available clients, also those that over-selection, private means or the caller drop."""
+    rule, needed = RULES["importance"], "importance divides by the expected weight of the clients that it selects, got "
+    for options, message in (
+        ({"over_selection": 1.5, "speed_spread": 1.0}, "over_selection, which drops the slowest"),
+        ({"aggregation": fd.aggregation.private_ftrl(1.0, 1.0, 2)}, "private_ftrl.*, which weighs all clients by 1"),
+    ):
+        chance = np.full(N, 5 / N) if "over_selection" in options else CHANCE
+        given = fd.participation.cyclic(2, base=fd.participation.importance(chance))
+        with pytest.raises(ValueError, match=message) as error:
+            simulate(data, given, fd.algorithms.fedavg(), **options)
+        assert needed in str(error.value)
+    sim = simulate(data, rule, fd.algorithms.fedavg())
+    with pytest.raises(ValueError, match="cohort must be None with importance, which divides by the expected weight"):
+        sim.round_fn(sim.init(jax.random.key(0)), cohort=[1, 2])
 
 
 def test_power_of_choice_equals_a_numpy_loop(data) -> None:

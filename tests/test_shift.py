@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -136,6 +138,59 @@ def test_mixtures_domains_and_chains() -> None:
     assert [change(domains, client=i) for i in range(N)] == [0, 1, -1, 0]
     assert [change(fd.shift.domains(bright, dark, of=[1, 1, 0, 0]), client=i) for i in range(N)] == [-1, -1, 1, 1]
     assert change(fd.shift.chain(bright, bright, dark)) == 1 and change(domains, client=N) == 0
+
+
+def mixed(p: float, a: dict[int, float], b: dict[int, float]) -> dict[int, float]:
+    return {label: p * a.get(label, 0) + (1 - p) * b.get(label, 0) for label in a | b}
+
+
+def both(a: dict[int, float], b: dict[int, float]) -> dict[int, float]:
+    return {i + j: p * q for i, p in a.items() for j, q in b.items()}
+
+
+# Each shift around two others, and the probabilities of its results, in round 5 and for client 1.
+AROUND = {
+    "mixture": (lambda a, b: fd.shift.mixture([3, 7], a, b), lambda a, b: mixed(0.3, a, b)),
+    "gradual": (lambda a, b: fd.shift.gradual(0, 10, a), lambda a, b: mixed(0.5, a, {0: 1.0})),
+    "recurring": (lambda a, b: fd.shift.recurring(5, a), lambda a, b: a),
+    "sudden": (lambda a, b: fd.shift.sudden(5, a), lambda a, b: a),
+    "domains": (fd.shift.domains, lambda a, b: b),
+    "chain": (fd.shift.chain, both),
+}
+
+
+def nested(names: tuple[str, ...], leaf: int = 0) -> tuple[fd.shift.Shift, dict[int, float]]:
+    """Shifts inside each other, and the probabilities of the labels that they make of 0. Shift i inside adds 2**i."""
+    if not names:
+        return (lambda key, t, client, x, y: (x, y + 2**leaf)), {2**leaf: 1.0}
+    (a, p), (b, q) = nested(names[1:], 2 * leaf), nested(names[1:], 2 * leaf + 1)
+    around, probabilities = AROUND[names[0]]
+    return around(a, b), probabilities(p, q)
+
+
+def test_every_shift_inside_every_other_has_the_product_of_their_probabilities() -> None:
+    names = [*itertools.product(AROUND, repeat=2), *itertools.product(("mixture", "gradual"), repeat=3)]
+    shifts, expected = zip(*map(nested, names), strict=True)
+    zero, owner, n = jnp.zeros(1), Owner(jnp.int32(1), N), 10_000
+
+    def labels(key: jax.Array) -> list[jax.Array]:
+        return [shift.change(key, jnp.int32(5), owner, zero, jnp.int32(0))[1] for shift in shifts]
+
+    found = jax.jit(jax.vmap(labels))(jax.random.split(jax.random.key(0), n))
+    for each, seen_labels, probabilities in zip(names, found, expected, strict=True):
+        counts = np.bincount(seen_labels, minlength=256) / n
+        p = np.array([probabilities.get(label, 0.0) for label in range(256)])
+        assert (abs(counts - p) <= 5 * np.sqrt(p * (1 - p) / n)).all(), each
+
+
+def test_the_noise_of_a_shift_does_not_depend_on_the_shifts_around_it() -> None:
+    noise = fd.shift.gaussian_noise(1.0, by="all")
+    for around in (fd.shift.gradual(0, 1, noise), fd.shift.mixture([1], fd.shift.mixture([1], noise))):
+        np.testing.assert_array_equal(seen(around, t=2)[0], seen(noise)[0])
+    twice = DATA.shifted(noise, seed=3).shifted(SWAP)
+    np.testing.assert_array_equal(
+        twice.examples(1)[0], DATA.shifted(fd.shift.chain(noise, SWAP), seed=3).examples(1)[0]
+    )
 
 
 # --- a round ----------------------------------------------------------------------------------------------------------

@@ -58,7 +58,8 @@ def agnostic(
 ) -> Algorithm:
     """FedAvg that minimises the largest loss among the domains of the examples, instead of their mean.
 
-    Clients keep no state. They compute their losses at w, which costs a forward pass over their examples. `evaluate`
+    Clients keep no state. They compute their losses at w, which costs a forward pass over their examples.
+    ``info["largest_domain_loss"]`` is the largest of these, so it belongs to the model before the round. `evaluate`
     reports the metrics of w. It also reports those of the average of all models, with the prefix ``average_``.
 
     Args:
@@ -75,7 +76,8 @@ def agnostic(
         not domains.
 
     Raises:
-      ValueError: a value is out of range, or there are more classes than domains.
+      ValueError: a value is out of range, or there are more classes than domains. A `Simulation` refuses asynchronous
+        rounds with clients of several versions.
     """
     D = checks.integer("domains", domains, 1, 2**16)
     domain = None if domain is None else checks.function("domain", domain, "it maps x [B, ...] and y to int [B]")
@@ -148,7 +150,8 @@ def agnostic(
         return {"largest_domain_loss": jnp.where(counts > 0, losses / counts, -jnp.inf).max()}
 
     made = Algorithm(init_server, lambda params: (), client_update, server_update, name="agnostic")
-    made = made._replace(report=report, requires=Needs(classifier=domain is None))
+    # All beta_i of (5) have the same counts in (1), whose scale cancels out.
+    made = made._replace(report=report, requires=Needs(classifier=domain is None, one_version=True))
     return made._replace(models=lambda server: {"average": server.average})
 
 

@@ -113,6 +113,5 @@ def fedadamw(
         v = jax.tree.map(lambda v: jnp.maximum(v, 0), v)  # with the noise of differential privacy it may be negative
         return Server(w, Delta, v, server.steps + K)  # (5)
 
-    return Algorithm(
-        init_server, lambda params: (), client_update, server_update, requires=Needs(optimizer="sgd"), name="fedadamw"
-    )
+    needs = Needs(optimizer="sgd", one_rate=True)  # (4) divides by the present rate
+    return Algorithm(init_server, lambda params: (), client_update, server_update, requires=needs, name="fedadamw")

@@ -56,7 +56,8 @@ def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: fl
         paper. 0 gives SlowMo.
 
     Raises:
-      ValueError: a value is out of range, or local training uses momentum or another optimizer.
+      ValueError: a value is out of range, or local training uses momentum or another optimizer. A `Simulation` refuses
+        asynchronous rounds with clients of several versions.
     """
     beta = checks.fraction("beta", beta)
     alpha = checks.positive("alpha", alpha)
@@ -86,6 +87,7 @@ def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: fl
         w = jax.tree.map(lambda w, m: w - alpha * context.lr * m, server.params, m)  # (19)
         return Server(w, m)
 
-    return Algorithm(
-        init_server, lambda params: (), client_update, server_update, requires=Needs(optimizer="sgd"), name="fedadc"
-    )
+    # (17) subtracts the gamma beta m that is in the message, which must be the present one.
+    one_version = checks.used(gamma_beta)
+    needs = Needs(optimizer="sgd", one_version=one_version, one_rate=not one_version)
+    return Algorithm(init_server, lambda params: (), client_update, server_update, requires=needs, name="fedadc")

@@ -75,4 +75,5 @@ def with_client_momentum(alpha: float, server_lr: float, steps: str, loss: Any) 
         w = jax.tree.map(lambda w, D: w + server_lr * D, server.params, D)  # (2)
         return Server(w, jax.tree.map(lambda d: -d / context.lr, per_step))  # (3)
 
-    return Algorithm(init_server, lambda params: (), client_update, server_update, requires=Needs(optimizer="sgd"))
+    needs = Needs(optimizer="sgd", one_rate=True)  # (3) divides by the present rate
+    return Algorithm(init_server, lambda params: (), client_update, server_update, requires=needs)

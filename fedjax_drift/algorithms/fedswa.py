@@ -72,7 +72,8 @@ def fedmoswa(rho: float = 0.1, alpha: float = 1.5, gamma: float = 0.2) -> Algori
       gamma: the weight of the cohort in the momentum, in (0, 1].
 
     Raises:
-      ValueError: a value is out of range, or local training uses momentum or another optimizer.
+      ValueError: a value is out of range, or local training uses momentum or another optimizer. A `Simulation` refuses
+        asynchronous rounds with clients of several versions.
     """
     rho = _share(rho)
     alpha = checks.positive("alpha", alpha)
@@ -101,9 +102,8 @@ def fedmoswa(rho: float = 0.1, alpha: float = 1.5, gamma: float = 0.2) -> Algori
         w = jax.tree.map(lambda w, D: w + alpha * D, server.params, D)  # (5)
         return Server(w, jax.tree.map(lambda m, dm: m + gamma * dm, server.m, dm))  # (6)
 
-    return Algorithm(
-        init_server, init_client, client_update, server_update, requires=Needs(optimizer="sgd"), name="fedmoswa"
-    )
+    needs = Needs(optimizer="sgd", one_version=True)  # (6) moves m towards a mean, from the m that is in the message
+    return Algorithm(init_server, init_client, client_update, server_update, requires=needs, name="fedmoswa")
 
 
 def _share(rho: float) -> float:

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import full_loss, train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -44,7 +44,7 @@ def qfedavg(q: float = 1.0, lipschitz: float | None = None) -> Algorithm:
       lipschitz: L > 0, an estimate of the smoothness of the losses. None: 1 / eta_t.
 
     Raises:
-      ValueError: a value is out of range.
+      ValueError: a value is out of range. A `Simulation` refuses asynchronous rounds with clients of several versions.
     """
     q = checks.nonnegative("q", q)
     lipschitz = None if lipschitz is None else checks.positive("lipschitz", lipschitz, "None means 1 / eta_t")
@@ -65,4 +65,7 @@ def qfedavg(q: float = 1.0, lipschitz: float | None = None) -> Algorithm:
         d, h, F = mean
         return Server(jax.tree.map(lambda w, d: w - d / h, server.params, d), F)  # (3), (4)
 
-    return Algorithm(init_server, lambda params: (), client_update, server_update, name="qfedavg")
+    made = Algorithm(init_server, lambda params: (), client_update, server_update, name="qfedavg")
+    return made._replace(
+        requires=Needs(one_version=True)
+    )  # the same s in all messages of (3), or it does not cancel out

@@ -16,7 +16,7 @@ import jax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg
-from fedjax_drift.types import Algorithm, Params, PyTree, Round, algorithm
+from fedjax_drift.types import Algorithm, Needs, Params, PyTree, Round, algorithm
 
 
 class Server(NamedTuple):
@@ -51,4 +51,5 @@ def slowmo(beta: float, alpha: float = 1.0) -> Algorithm:
         w = jax.tree.map(lambda w, m: w - alpha * context.lr * m, server.params, m)  # (2)
         return Server(w, m)
 
-    return fedavg(weighting="uniform")._replace(init_server=init_server, server_update=server_update, name="slowmo")
+    base = fedavg(weighting="uniform")._replace(requires=Needs(one_rate=True))  # (1) divides by the present rate
+    return base._replace(init_server=init_server, server_update=server_update, name="slowmo")

@@ -28,7 +28,7 @@ from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.scaffold import total_rate
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -74,4 +74,5 @@ def vrl_sgd() -> Algorithm:
         rate = client.rate
         return Client(jax.tree.map(lambda pending, D: pending + rate * D, client.Delta, server.mean_D), rate)  # (3)
 
-    return Algorithm(init_server, init_client, client_update, server_update, finish=finish, name="vrl_sgd")
+    made = Algorithm(init_server, init_client, client_update, server_update, finish=finish, name="vrl_sgd")
+    return made._replace(requires=Needs(one_rate=True))  # (3) divides the mean of the updates by the client's own rate

@@ -325,7 +325,7 @@ class FederatedData:
         """
         return self._with(redeal="evenly" if alpha is None else alpha)
 
-    def shifted(self, shift: Shift | Any, test: str | None = None, seed: int = 0) -> FederatedData:
+    def shifted(self, shift: Shift | Any, test: str | None = None, seed: int | None = None) -> FederatedData:
         """Returns the same data (no copy) with a shift: clients with other features, or data that change over time.
 
         The shift is applied to the decoded examples of every minibatch, in the compiled round. It is applied before
@@ -339,7 +339,8 @@ class FederatedData:
           test: which test set is evaluated after t rounds. "present" (default): that of round t - 1, the one just
             trained. "first": that of round 0. "both": the scores of the present one, and those of the first one with
             the prefix ``first_``.
-          seed: random seed of the shift, in 0..2**32 - 1. The shifted data do not depend on the seed of a run.
+          seed: random seed of all shifts of the data, in 0..2**32 - 1. The shifted data do not depend on the seed of a
+            run. Default: that of an earlier shift, or 0.
 
         Raises:
           ValueError: a value is out of range. (A shift that does not fit the examples is refused when a `Simulation` is
@@ -349,6 +350,8 @@ class FederatedData:
         if test is None:
             test = old.test if old else "present"
         test = checks.choice("test", test, ("present", "first", "both"))
+        if seed is None:
+            seed = old.seed if old else 0
         seed = checks.integer("seed", seed, 0, 2**32 - 1)
         return self._with(shifting=Shifting(chain(old.shift, new) if old else new, test, seed))
 

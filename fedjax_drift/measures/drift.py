@@ -22,9 +22,10 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_gradient
 from fedjax_drift.measures.curvature import curvature, largest_eigenvalue
 from fedjax_drift.round.cohort import CURVATURE, Assignment, look_up
-from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows
-from fedjax_drift.round.evaluate import at_round, inputs, labels
+from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows, partitionable, round_keys
+from fedjax_drift.round.evaluate import after, at_round, inputs, labels
 from fedjax_drift.round.flight import as_started
+from fedjax_drift.round.info import with_metrics
 from fedjax_drift.round.observer import Observer, unobserved
 from fedjax_drift.round.places import at_places, in_cohort_order
 from fedjax_drift.round.round import observed_round, round_fn
@@ -47,7 +48,8 @@ MEASURES = {
     "forgetting": "accuracy of the local model relative to the global model (LfD, equation 11), for the classes that "
     "the client has and for those that it does not have; and the accuracy on these classes after every local epoch",
     "labels": "share of each class in the cohort's examples",
-    "sharpness": "largest eigenvalues, and trace, of the Hessian of the test loss at the global model",
+    "sharpness": "largest eigenvalues, and trace, of the Hessian of the test loss at the global model; in a "
+    "record, the one after the round",
     "local_sharpness": "largest eigenvalue of the Hessian of the test loss at the local model of each client",
 }
 KEPT_BYTES = 2**30  # the most memory on each device for the updates of the clients of a measured round
@@ -107,14 +109,32 @@ def measure(
 
     See `Simulation.measure`.
     """
-    return observed_round(engine, state, arrays, cohort, observer(engine, names, cohort))[2]
+    measured = observed_round(engine, state, arrays, cohort, observer(engine, names, cohort))[2]
+    return measured | of_model(engine, names, state, arrays, state.round)
 
 
 def measured_round(
     engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
 ) -> tuple[ServerState, dict]:
-    """`round_fn`, whose ``info`` also has the measures ``names``."""
-    return round_fn(engine, state, arrays, cohort, observer(engine, names, cohort))
+    """`round_fn`, whose ``info`` also has the measures ``names``. Those of the global model are those of the new one,
+    which is evaluated after the round."""
+    new, info = round_fn(engine, state, arrays, cohort, observer(engine, names, cohort))
+    return new, with_metrics(engine, info, of_model(engine, names, new, arrays, state.round))
+
+
+@partitionable
+def of_model(
+    engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, t: jax.Array
+) -> dict[str, jax.Array]:
+    """The measures of the global model of a state, with the test set that `evaluate` uses. They are none of a round.
+
+    t: the round with whose key the random vectors are drawn.
+    """
+    if "sharpness" not in names:
+        return {}
+    assert arrays.test is not None
+    key = curvature_key(engine, round_keys(state.key, t)[1])
+    return curvature(engine, state.params, after(engine, arrays.test, state.round), key)
 
 
 def observer(engine: Engine, names: Sequence[str], cohort: jax.Array | Client | None) -> Observer:
@@ -142,7 +162,7 @@ class Tested(NamedTuple):
 
 def shared_values(engine: Engine, names: Sequence[str], assigned: Assignment, arrays: Arrays) -> PyTree:
     """The test examples and their global predictions, if a measure needs them."""
-    if not {*CLASSIFIED, *CURVED} & {*names}:
+    if not {*CLASSIFIED, "local_sharpness"} & {*names}:
         return ()
     assert arrays.test is not None
     test = at_round(engine, arrays.test, assigned.shared.t)
@@ -184,7 +204,7 @@ def update_and_measure(
     aggregated, bad_leaf = check_finite(engine, client, result)
     measured = {**training.measured, "valid": (client.id < engine.num_clients) & (bad_leaf < 0)}
     if "local_sharpness" in names:
-        key = curvature_key(engine, shared)
+        key = curvature_key(engine, shared.key)
         measured["local_sharpness"] = largest_eigenvalue(engine, training.theta, tested.rows, key)
     if "forgetting" in names:
         of_epochs = measured.pop("class_accuracy")  # [E, C]
@@ -201,9 +221,12 @@ def update_and_measure(
     return result, (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), measured
 
 
-def curvature_key(engine: Engine, shared: Shared) -> jax.Array:
-    """The key for the random vectors of a round. It is the same for all models, so that they differ in nothing else."""
-    return jax.random.fold_in(shared.key, engine.num_clients + CURVATURE)
+def curvature_key(engine: Engine, key: jax.Array) -> jax.Array:
+    """The key for the random vectors of a round. It is the same for all models, so that they differ in nothing else.
+
+    key: the clients' key of the round.
+    """
+    return jax.random.fold_in(key, engine.num_clients + CURVATURE)
 
 
 def with_means(names: Sequence[str]) -> set[str]:
@@ -231,8 +254,6 @@ def measures(
         measured["label_mix"] = label_mix(engine, assigned.shared, assigned)
     if "gradients" in names:
         measured |= gradients(engine, assigned.shared, assigned)
-    if "sharpness" in names:
-        measured |= curvature(engine, w, assigned.shared.extra.rows, curvature_key(engine, assigned.shared))
     if left := with_means(names):
         models, weight = sums
         means = jax.tree.map(lambda s, like: (s / weight).astype(like.dtype), models, (w, trained(engine, w)))

@@ -1,6 +1,8 @@
 """Rules of availability. Another rule selects the cohort from the clients that are available.
 
-If fewer than K clients are available, the cohort is smaller. If none is available, the server isn't updated.
+If fewer than K clients are available, the cohort is smaller. If none is available, the server isn't updated. With
+`importance`, the expected value of the mean of the messages is the mean over the clients that are available in the
+round. It isn't the mean over all clients: for this, the probability that a client is available would have to be known.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from fedjax_drift.recipes import recorded
 from fedjax_drift.tree import PyTree
 from fedjax_drift.types import THREEFRY
 
-OWN, BASE = 0, 1  # fold_in(key, OWN) is the key of a rule of availability, fold_in(key, BASE) that of its base
+OWN, BASE = 0, 1  # `init` gives fold_in(key, OWN) to a rule of availability, and fold_in(key, BASE) to its base
 
 
 class Restricted(NamedTuple):
@@ -161,7 +163,7 @@ def _restricted(
         return Restricted(own, state.base if inner.observe is None else inner.observe(state.base, ids, losses))
 
     def both(state: Restricted, key: jax.Array, t: jax.Array, N: int) -> jax.Array:
-        own = available(state.own, jax.random.fold_in(key, OWN), t, N)
+        own = available(state.own, key, t, N)
         if inner.available is None:
             return own
         return own & inner.available(state.base, jax.random.fold_in(key, BASE), t, N)

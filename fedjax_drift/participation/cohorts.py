@@ -89,13 +89,15 @@ def by_size(replace: bool = False) -> Participation:
 def importance(p: np.ndarray) -> Participation:
     """Client i with probability p_i, independently of the others (Poisson sampling), and with the factor 1 / p_i.
 
-    The mean of the messages divides by the sum of the weights of all clients. So its expected value is exactly the mean
-    over all clients. An empty cohort gives a mean of 0. Without answers of selected clients (`fd.Failures`) the mean is
-    too small.
+    The mean of the messages divides by the sum of the weights of all clients that are available. So its expected value
+    is exactly the mean over these clients. Without a rule of availability, these are all clients. An empty cohort gives
+    a mean of 0. Without answers of selected clients (`fd.Failures`) the mean is too small.
+
+    A simulation with this rule refuses ``over_selection``, which drops the slowest clients, and cohorts that the caller
+    gives, because the divisor of the mean is that of the cohorts that this rule selects.
 
     Args:
-      p: float [N], in (0, 1]. The sum is K, the cohort size. With ``over_selection`` it is the number of clients that
-        are selected.
+      p: float [N], in (0, 1]. The sum is K, the cohort size.
     """
     p = checks.array("p", p)
     if p.ndim != 1 or p.dtype.kind not in "fiu" or not ((p > 0) & (p <= 1)).all():

@@ -41,12 +41,14 @@ class Participation(NamedTuple):
         passed to `Simulation.round_fn`. losses: float [K'], the mean loss of each client over its local steps; NaN for
         a client that did not report, and for an unused entry.
       available: ``available(state, key, t, N) -> bool [N]``, the clients that can be selected in round t. It is passed
-        to ``select`` as ``clients.available``. None: all clients can be selected.
+        to ``select`` and ``expected`` as ``clients.available``. key: not that of ``select``. None: all clients can be
+        selected.
       most: ``most(N, K) -> K'``, the length of ids, a Python integer. It may raise a ValueError. Default: K.
-      expected: ``expected(K, clients) -> float [N]``, the expected value of each client's factor in a round, which is 0
-        if the client isn't selected. If given, the mean of the messages divides by the expected sum of the weights, a
-        fixed number, instead of the sum of the weights of the clients that report. The mean of an empty cohort is then
-        0, and the server is updated with it.
+      expected: ``expected(K, clients) -> float [N]``, the expected value of each client's factor in a round, given
+        which clients are available. The factor is 0 if the client isn't selected, so the value for a client that isn't
+        available is ignored. If given, the mean of the messages divides by the expected sum of the weights, instead of
+        the sum of the weights of the clients that report. The mean of an empty cohort is then 0, and the server is
+        updated with it, unless no client is available. The rule must select all cohorts itself.
       weights: "algorithm": the weight of a client is that of the algorithm, times its factor. "uniform": it is its
         factor.
       distinct: whether ``select`` never selects a client twice. Otherwise a repeated client trains once, with the sum

@@ -163,8 +163,8 @@ def forgetting(records: Records, path: FilePath = None, *, style: Style = DEFAUL
 def sharpness(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
     """Plots the largest eigenvalue of the Hessian of the test loss, and its trace, against rounds.
 
-    The eigenvalue is that at the global model, and that at the local models after their training, as the mean of the
-    cohort. Panels without data are left out.
+    The eigenvalue is that at the global model after the round, and that at the local models after their training in it,
+    as the mean of the cohort. Panels without data are left out.
 
     records, path, style: as in `curves`. Raises ValueError if no round has any of these measures.
     """

@@ -45,6 +45,7 @@ REDISTRIBUTION, FAILURES, NOISE, FINE_TUNING, CURVATURE = 0, 1, 2, 3, 4  # value
 # fold_in(state.key, PARTICIPATION) is the key for the initial state of the participation rule, fold_in(state.key,
 # flight.DEVICE_SPEEDS) that for the speeds. Round t uses fold_in(state.key, t), and no round has these numbers.
 PARTICIPATION = 2**32 - 2
+AVAILABILITY = 0  # fold_in(cohort_key, AVAILABILITY) decides which clients are available, cohort_key which are selected
 
 
 class Assignment(NamedTuple):
@@ -147,6 +148,7 @@ def available(engine: Engine, state: ServerState) -> jax.Array | None:
     if engine.participation.available is None:
         return None
     key, _ = round_keys(state.key, state.round)
+    key = jax.random.fold_in(key, AVAILABILITY)  # so that a rule may use its keys directly in both functions
     return engine.participation.available(state.participation, key, state.round, engine.num_clients)
 
 

@@ -61,9 +61,8 @@ def observed_round(
     algorithm, aggregation = engine.algorithm, engine.aggregation
     N, K, private = engine.num_clients, engine.cohort_size, aggregation.noise_multiplier is not None
     fixed = engine.participation.expected is not None  # whether the divisor of the mean is
-    always = private or fixed  # whether the server is updated even if no client reports
-    assigned = assign(engine, state, arrays, cohort)
-    expected = expected_weight(engine, assigned.shared, arrays.sizes) if fixed else None
+    assigned, allowed = assign(engine, state, arrays, cohort), available(engine, state)
+    expected = expected_weight(engine, assigned.shared, arrays.sizes, allowed) if fixed else None
     if algorithm.survey is not None:
         surveyed, survey_bits = survey(engine, assigned, state.clients, expected)
         assigned = assigned._replace(shared=assigned.shared._replace(surveyed=surveyed))
@@ -106,12 +105,16 @@ def observed_round(
     noise_key = jax.random.fold_in(assigned.shared.key, N + NOISE)
     mean, averaged = aggregation.combine(state.aggregation, total, divisor, noise_key, K)
     mean = jax.tree.map(lambda s, m: s.astype(m.dtype), mean, message_dtypes)  # sums have the dtype of the weights
-    participation = jnp.asarray(K / N, count.dtype) if always else count / N
+    participation = count / N
+    if private or fixed:
+        share = jnp.ones(()) if private or allowed is None else allowed.mean()
+        participation = (K / N * share).astype(count.dtype)
     context = Round(state.round, shared.lr, participation, N, engine.mean_size, shared.surveyed)
     server = tree.cast_like(
         algorithm.server_update(state.server, mean, context), state.server, f"{algorithm.name}: the updated server"
     )
-    any_answer = always | (weight > 0)  # if it is False, the server keeps its variables
+    # If it is False, the server keeps its variables. A fixed divisor is 0 if no client is available.
+    any_answer = private | (divisor > 0)
     server = tree.select(any_answer, server, state.server)
     averaged = tree.cast_like(averaged, state.aggregation, f"the state of the aggregation rule {aggregation.name}")
     averaged = tree.select(any_answer, averaged, state.aggregation)
@@ -127,7 +130,7 @@ def observed_round(
     of_cohort = partial(in_cohort_order, len(assigned.cohort.id), assigned.order, assigned.empty)
     outcome, metrics = jax.tree.map(of_cohort, (outcome, metrics))  # [K, ...]
     state_of_rule = observe(engine, state, assigned, outcome["answered"], metrics.get("loss"))
-    info = describe(engine, assigned, outcome, available(engine, state))
+    info = describe(engine, assigned, outcome, allowed)
     info = with_metrics(engine, info, metrics)
     info |= exchanged_bytes(engine, state.server, assigned.shared.rows, info["cohort"], outcome["bits"])
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})

@@ -306,11 +306,11 @@ def some_message(engine: Engine, params: Params, rows: Rows) -> PyTree:
     return engine.algorithm.client_update(shared.server, client, work).message
 
 
-def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array) -> jax.Array:
+def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array, available: jax.Array | None) -> jax.Array:
     """The expected sum of the weights of a round's clients, a scalar, for a participation rule with ``expected``.
 
-    sizes: int32 [N]. The weight of a client depends on its size only, so the compiler removes everything else from the
-    updates of the N clients.
+    sizes: int32 [N]. available: bool [N], the clients that can be selected; None: all. The weight of a client depends
+    on its size only, so the compiler removes everything else from the updates of the N clients.
     """
     rule, K = engine.participation, engine.clients_selected
     assert rule.expected is not None
@@ -320,7 +320,9 @@ def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array) -> jax.Arr
             f"expected of the participation rule {rule.name} must not ask for losses: call clients.losses in select"
         )
 
-    factor = rule.expected(K, Clients(sizes, losses))
+    factor = rule.expected(K, Clients(sizes, losses, available))
+    if available is not None:
+        factor = jnp.where(available, factor, 0)
     return factor @ jax.vmap(lambda size: update_of_size(engine, shared, size).weight)(sizes)
 
 

@@ -24,6 +24,7 @@ class Owner(NamedTuple):
 
     id: jax.Array  # int32 []; N for an example of the global test set, which belongs to no client
     num_clients: int  # N
+    choices: int = 0  # how many shifts around this one have drawn a random number of the example, see `time.choice`
 
 
 class Shift(NamedTuple):
@@ -34,7 +35,8 @@ class Shift(NamedTuple):
 
     Attributes:
       change: ``change(key, t, owner, x, y) -> (x, y)`` for one decoded example. key: belongs to the example, and is the
-        same in all rounds. t: int32 [], the round. owner: an `Owner`.
+        same in all rounds. t: int32 [], the round. owner: an `Owner`. A shift around another one passes key and owner
+        on to it.
       name: the name in logs and messages.
       recipe: how it was made: the factory and its arguments.
     """

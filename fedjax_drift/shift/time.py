@@ -18,7 +18,9 @@ from fedjax_drift.recipes import recorded
 from fedjax_drift.shift.features import check_inputs, rotated
 from fedjax_drift.shift.rule import Example, Owner, Shift, rule, shift_of
 
-CHOICE = 2**32 - 1  # fold_in(key, CHOICE) decides which shift an example has; the shifts of a `chain` have 0, 1, ...
+# fold_in(key, CHOICE - c) decides which shift an example has, c shifts inside others that have decided before. The
+# shifts of a `chain` have the keys fold_in(key, 0), fold_in(key, 1), ...
+CHOICE = 2**32 - 1
 
 
 @rule
@@ -117,7 +119,7 @@ def mixture(weights: Callable[[jax.Array], jax.Array] | Sequence[float], *shifts
     """Every example has one of several shifts, with the probabilities weights(t).
 
     A random number of the example decides, which is the same in all rounds. So an example only changes its shift if the
-    weights change.
+    weights change. A shift inside another one decides with a number of its own, independently of the one around it.
 
     Args:
       weights: J numbers >= 0, or a function of the round that returns them, [J]. They are divided by their sum.
@@ -135,9 +137,9 @@ def mixture(weights: Callable[[jax.Array], jax.Array] | Sequence[float], *shifts
         now = jnp.asarray(weights(t) if callable(weights) else fixed, float)
         if now.shape != (len(each),):
             raise ConfigurationError(f"weights must return {len(each)} numbers, one for each shift, got {[*now.shape]}")
-        ends = jnp.cumsum(now)
-        which = jnp.searchsorted(ends, _random(key) * ends[-1], side="right")
-        return _select(jnp.minimum(which, len(each) - 1), each, key, t, owner, x, y)
+        ends, (number, inside) = jnp.cumsum(now), choice(key, owner)
+        which = jnp.searchsorted(ends, number * ends[-1], side="right")
+        return _select(jnp.minimum(which, len(each) - 1), each, key, t, inside, x, y)
 
     return Shift(change, "mixture")
 
@@ -192,15 +194,21 @@ def _in_share(name: str, share: Callable[[jax.Array], jax.Array], shift: Any) ->
 
     def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
         now = share(t)
-        on = now if now.dtype == bool else _random(key) < now
-        return tree.select(on, inner.change(key, t, owner, x, y), (x, y))
+        if now.dtype != bool:
+            number, owner = choice(key, owner)
+            now = number < now
+        return tree.select(now, inner.change(key, t, owner, x, y), (x, y))
 
     return Shift(change, f"{name}, {inner.name}")
 
 
-def _random(key: jax.Array) -> jax.Array:
-    """A random number of the example in [0, 1)."""
-    return jax.random.uniform(jax.random.fold_in(key, CHOICE))
+def choice(key: jax.Array, owner: Owner) -> tuple[jax.Array, Owner]:
+    """A random number of the example in [0, 1), and the owner with which the shifts inside get other numbers.
+
+    The key stays the same, so that the noise of a shift does not depend on the shifts around it.
+    """
+    number = jax.random.uniform(jax.random.fold_in(key, CHOICE - owner.choices))
+    return number, owner._replace(choices=owner.choices + 1)
 
 
 def _select(index: jax.Array, shifts: Sequence[Shift], key: Any, t: Any, owner: Owner, *example: jax.Array) -> Example:

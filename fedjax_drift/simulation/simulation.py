@@ -326,7 +326,7 @@ class Simulation:
         Args:
           state: from `init` or an earlier round.
           cohort: client ids, all different and in 0..N-1, or client names. Default: drawn from the state's key. Not
-            allowed with asynchronous rounds.
+            allowed with asynchronous rounds and with importance sampling.
 
         Returns:
           The next state, and info, a dict.
@@ -402,6 +402,11 @@ class Simulation:
         if self.setup.engine.asynchronous:
             raise ConfigurationError(
                 f"{what} must be None with asynchronous rounds, whose clients are those that report next: leave it out"
+            )
+        if self.participation.expected is not None:
+            raise ConfigurationError(
+                f"{what} must be None with {self.participation.name}, which divides by the expected weight of the "
+                "clients that it selects itself: leave it out, or use another participation rule"
             )
         if traced(cohort):
             return cohort
@@ -622,7 +627,9 @@ class Simulation:
           - "sharpness": ``sharpness`` [5], the largest eigenvalues of the Hessian of the test loss at w, in descending
             order, from 20 steps of Lanczos' method (fewer eigenvalues for a model with fewer parameters);
             ``hessian_trace`` [], an unbiased estimate of its trace from 10 random vectors (Hutchinson). These take 30
-            products with the Hessian. The test loss is that of `evaluate`.
+            products with the Hessian. The model and the test loss are those of ``evaluate(state)``. So in ``info`` and
+            in the history, they are those of the model after the round, like "loss". All other measures are of the
+            clients of the round, and of the model w that they received.
           - "local_sharpness": ``local_sharpness`` [K], the largest eigenvalue at theta_i after the last epoch. It takes
             20 products with the Hessian for each client.
 

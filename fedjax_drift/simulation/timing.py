@@ -14,6 +14,7 @@ from fedjax_drift.round.engine import Engine, Rows
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.train import some_message
 from fedjax_drift.simulation.selection import Selection, selection_of
+from fedjax_drift.types import Needs
 
 
 def check_clock(engine: Engine, selection: Selection) -> Devices | None:
@@ -63,11 +64,30 @@ def check_clock(engine: Engine, selection: Selection) -> Devices | None:
             f"{engine.algorithm.name} needs synchronous rounds, because it asks all clients of a round before they "
             f"train, got {clock.name} ones: leave clock= out"
         )
+    if M > K:
+        check_versions(engine)
     if engine.redeal is not None:
         raise ConfigurationError(
             "asynchronous rounds can't pool the examples of a cohort, got data.redealt(): pass the data as they are"
         )
     return Devices() if devices is None else devices
+
+
+def check_versions(engine: Engine) -> None:
+    """Checks that messages of clients that started in different rounds have a common mean."""
+    algorithm, local, needs = engine.algorithm, engine.local, Needs.of(engine.algorithm.requires)
+    fix = f"leave clock= out, or pass concurrency={engine.cohort_size}, with which all clients start together"
+    if needs.one_version:
+        raise ConfigurationError(
+            f"{algorithm.name} needs clients that start with the same variables of the server, on whose scale their "
+            f"messages depend, got {engine.clock.name} rounds: {fix}"
+        )
+    if needs.one_rate and (callable(local.lr) or checks.used(local.lr_decay - 1)):
+        given = "a schedule" if callable(local.lr) else f"lr_decay={local.lr_decay}"
+        raise ConfigurationError(
+            f"{algorithm.name} needs a constant learning rate in {engine.clock.name} rounds, because the mean of their "
+            f"updates is divided by one learning rate, got {given}: pass a number as lr, or {fix}"
+        )
 
 
 def check_mixes(engine: Engine, params: Any) -> None:

@@ -157,6 +157,14 @@ def check_aggregation(
             f"{algorithm.name} needs an aggregation that keeps the weights of the clients, got {aggregation.name}, "
             'which weights all by 1: pass weighting="uniform"'
         )
+    if participation.expected and (over_selected or aggregation.noise_multiplier is not None):
+        given, reason = aggregation.name, "weighs all clients by 1"
+        if over_selected:
+            given, reason = "over_selection", "drops the slowest of the clients that the rule counts"
+        raise ConfigurationError(
+            f"{participation.name} divides by the expected weight of the clients that it selects, got {given}, which "
+            f"{reason}: use another participation rule, or leave it out"
+        )
     if aggregation.noise_multiplier is not None and algorithm.survey is not None:
         raise ConfigurationError(
             f"the privacy accounting of {aggregation.name} is that of one message per client and round, got "
