@@ -69,8 +69,8 @@ def theirs(federation: Federation, name: str, **changes: Any) -> list[list[np.nd
         def close(self) -> None: ...
 
     class Server(module.Server):
-        def select_clients(self, round: int, **_: Any) -> tuple[Any, np.ndarray]:
-            return None, np.array(self.clients)[list(federation.cohorts[round])]
+        def select_clients(self, **given: Any) -> tuple[Any, np.ndarray]:
+            return None, np.array(self.clients)[list(federation.cohorts[given["round"]])]
 
     def counted(number: int, **_: Any) -> Iterator[int]:
         """Their loop over the rounds. It writes down the models after each."""
@@ -105,14 +105,16 @@ def rows() -> Iterator[Row]:
     lines = "flearn/trainers/qffedavg.py#Deltas.append(", "flearn/trainers/qffedavg.py#hs.append("
     lines = (*lines, "flearn/trainers/fedbase.py#def aggregate2")
     for q in (1.0, 5.0):
-        models = [round[0] for round in theirs(fed, "qffedavg", q=q)]
+        models = [w for (w,) in theirs(fed, "qffedavg", q=q)]
         yield compared(fed, "qfedavg", {"q": q}, models, lines)
 
     whole = Federation(cohorts=FULL, batch_size=25, epochs=1)
     arguments = {"domains": 6, "domain_lr": 0.1, "update": "projection", "counts0": whole.sizes}
     models = np.array(theirs(whole, "afl", learning_rate_lambda=0.1))
     found = difference(domains_of_clients(whole, arguments), models)
-    lines = tuple(f"flearn/trainers/afl.py#{line}" for line in ("v -= self", "= project(", "self.resulting_model[k] = ("))
+    lines = tuple(
+        f"flearn/trainers/afl.py#{line}" for line in ("v -= self", "= project(", "self.resulting_model[k] = (")
+    )
     setting = "every client is a domain; all clients in every round, one step on all examples; w and the average"
     yield Row(written("agnostic", arguments), found, lines, setting)
 

@@ -75,7 +75,7 @@ def copied(value: Any) -> Any:
 def theirs(
     federation: Federation, method: str, name: str = "main_FedAdamW", gamma: float = 0.85, **changes: Any
 ) -> list[np.ndarray]:
-    """The global model after every round of a method of the script with this name. ``changes`` are set in the script."""
+    """The global model after every round of a method of the script ``name``. ``changes`` are set in the script."""
     without("torchvision", "ray", "tensorboardX", "peft", "dirichlet_data", "model", "vit_model", "dataset")
     without("models", "models.resnet", "models.resnet_bn", "models.DeiTTiny", "transformers", "datasets")
     sys.modules["ray"].remote = lambda **_: lambda worker: worker

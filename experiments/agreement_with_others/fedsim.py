@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from federation import EQUAL, Federation, Network, Row, compared, main
+from federation import EQUAL, Federation, Network, Row, compared, main, without
 
 
 def theirs(federation: Federation, **arguments: Any) -> list[np.ndarray]:
     """The global model after every round of AdaBest."""
+    without("torchvision", "torchvision.datasets", "torchvision.transforms")
     from fedsim import scores
     from fedsim.distributed.centralized.training import adabest, fedavg
 
@@ -58,8 +59,8 @@ def rows() -> Iterator[Row]:
     lines = tuple(f"{path}#{line}" for line in ("mu_adaptive =", "new_h = 1 /", "h = beta *"))
     arguments = {"mu": 0.02, "beta": 0.85}
     setting = (
-        "local momentum 0.5; a mu of 0.02 is 0.03 there: their code multiplies mu by E and divides it by n_i / B, which "
-        "is the number of batches of an epoch for clients of this size"
+        "local momentum 0.5; a mu of 0.02 is 0.03 there: their code multiplies mu by E and divides it by n_i / B, the "
+        "number of batches of an epoch for clients of this size"
     )
     yield compared(fed, "adabest", arguments, theirs(fed, mu=0.03, beta=0.85), lines, setting=setting)
 

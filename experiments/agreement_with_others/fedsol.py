@@ -37,8 +37,9 @@ class Pairs(list):
 
 def pairs(federation: Federation, t: int, i: int) -> Pairs:
     """Those of Per-FedAvg: the batch at theta, and the batch after the step."""
-    steps = [zip(federation.epoch(t, i, e, 1), federation.epoch(t, i, e)) for e in range(federation.epochs)]
-    return Pairs(batch for epoch in steps for pair in epoch for batch in pair)
+    epochs = range(federation.epochs)
+    steps = [pair for e in epochs for pair in zip(*(federation.epoch(t, i, e, j) for j in (1, 0)), strict=True)]
+    return Pairs(batch for pair in steps for batch in pair)
 
 
 def none_in_the_first_step(optimizer: Any) -> Callable[[Any], torch.Tensor]:

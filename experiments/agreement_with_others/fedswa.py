@@ -40,7 +40,11 @@ def rows() -> Iterator[Row]:
     fed = Federation(sizes=EQUAL, weight_decay=0.001, clip_norm=10.0)
     published = {"rho": 0.0, "alpha": 1.0}
     models = theirs(replace(fed, lr=fed.lr / 2), "FedSWA", SCRIPT)
-    lines = f"{SCRIPT}.py#def update_FedSWA", f"{SCRIPT}.py#lr=lr*2, weight_decay#2", f"{SCRIPT}.py#def apply_weights_avg("
+    lines = (
+        f"{SCRIPT}.py#def update_FedSWA",
+        f"{SCRIPT}.py#lr=lr*2, weight_decay#2",
+        f"{SCRIPT}.py#def apply_weights_avg(",
+    )
     setting = "a learning rate of 0.2 is 0.1 there, which their optimizer doubles"
     yield compared(fed, "fedswa", published, models, lines, default={}, setting=setting)
 
@@ -49,9 +53,9 @@ def rows() -> Iterator[Row]:
     lines = "def update_scafplus", "if not ci_dict.get(index)", "ps_c[k]=sum_c[k]", "+ sum_c[k] * 0.4"
     apart = difference(fed.run(fd.algorithms.fedmoswa(**published)), mended(fed))
     cause = (
-        "Their learning rate is constant in a round. c_i is written to c_dict and read from ci_dict, which stays empty, "
-        "so a worker has the c_i of the client that it trained last. In the first round, gamma is 1. With a c_i for "
-        f"every client, and 0.4 in the first round, too, the two agree to {apart:.0e}."
+        "Their learning rate is constant in a round. Their c_i is written to c_dict and read from ci_dict, which stays "
+        "empty. So a worker has the c_i of the client that it trained last. In the first round, gamma is 1. With a c_i "
+        f"for every client, and 0.4 in the first round, too, the two agree to {apart:.0e}."
     )
     where = tuple(f"{SCRIPT}.py#{line}" for line in lines)
     yield compared(fed, "fedmoswa", published, models, where, default={}, setting="their MoFedSWA", cause=cause)

@@ -22,7 +22,9 @@ import fedjax_drift as fd
 def models_of(state: fd.ServerState) -> np.ndarray:
     """The models of `ifca`, [k, P]."""
     models = state.server.models
-    return np.array([as_vector(jax.tree.map(lambda w, j=j: w[j], models)) for j in range(len(jax.tree.leaves(models)[0]))])
+    return np.array(
+        [as_vector(jax.tree.map(lambda w, j=j: w[j], models)) for j in range(len(jax.tree.leaves(models)[0]))]
+    )
 
 
 def theirs(federation: Federation, initial: np.ndarray) -> list[np.ndarray]:
@@ -66,7 +68,9 @@ def rows() -> Iterator[Row]:
     found = difference(np.array([models_of(state).ravel() for state in states]), models)
     path = "mnist/train_cluster_mnist.py"
     lines = f"{path}#min_p_i = np.argmin", f"{path}#def local_param_update", f"{path}#weights[name] /= len"
-    yield Row(written("ifca", {"models": 2}), found, lines, "all clients in every round, one batch per epoch; all models")
+    yield Row(
+        written("ifca", {"models": 2}), found, lines, "all clients in every round, one batch per epoch; all models"
+    )
 
 
 if __name__ == "__main__":
