@@ -18,6 +18,8 @@ from torch import nn
 
 import fedjax_drift as fd
 
+OURS = "the model and its steps are ours, because theirs need TensorFlow 1"
+
 
 def theirs(federation: Federation, name: str, **changes: Any) -> list[list[np.ndarray]]:
     """The model after every round of one of their servers, and with AFL the average of all models."""
@@ -106,7 +108,7 @@ def rows() -> Iterator[Row]:
     lines = (*lines, "flearn/trainers/fedbase.py#def aggregate2")
     for q in (1.0, 5.0):
         models = [w for (w,) in theirs(fed, "qffedavg", q=q)]
-        yield compared(fed, "qfedavg", {"q": q}, models, lines)
+        yield compared(fed, "qfedavg", {"q": q}, models, lines, setting=OURS)
 
     whole = Federation(cohorts=FULL, batch_size=25, epochs=1)
     arguments = {"domains": 6, "domain_lr": 0.1, "update": "projection", "counts0": whole.sizes}
@@ -115,7 +117,9 @@ def rows() -> Iterator[Row]:
     lines = tuple(
         f"flearn/trainers/afl.py#{line}" for line in ("v -= self", "= project(", "self.resulting_model[k] = (")
     )
-    setting = "every client is a domain; all clients in every round, one step on all examples; w and the average"
+    setting = (
+        f"every client is a domain; all clients in every round, one step on all examples; w and the average; {OURS}"
+    )
     yield Row(written("agnostic", arguments), found, lines, setting)
 
 
