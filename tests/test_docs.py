@@ -18,6 +18,7 @@ import jax
 import pytest
 
 import fedjax_drift as fd
+from experiments.agreement_with_others import __main__ as compare_again
 from experiments.agreement_with_others import page as agreement
 from experiments.tables import __main__ as tables
 from fedjax_drift.algorithms import ALGORITHMS
@@ -200,6 +201,31 @@ def test_the_page_of_agreement_shows_its_results_and_its_calls_are_valid() -> No
         options = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
         assert isinstance(getattr(fd.algorithms, ast.unparse(call.func))(**options), fd.Algorithm)
         assert row["difference"] < agreement.ROUNDING or row["cause"], "a difference needs its cause"
+    algorithms, repositories = len(agreement.algorithms(results)), len(results)
+    assert f"{algorithms} of them against other people's code" in (ROOT / "README.md").read_text()
+    counted = f"{algorithms} algorithms were compared with the code of {repositories} repositories"
+    assert counted in " ".join((ROOT / "docs" / "faq.md").read_text().split())
+
+
+def test_a_changed_row_of_the_page_of_agreement_is_printed_with_its_old_value(tmp_path, monkeypatch) -> None:
+    row = {"algorithm": "fedavg()", "lines": [], "setting": "", "default": 0.14, "cause": "", "difference": 2e-16}
+    assert agreement.changes([row], [row | {"difference": 5e-16, "default": 0.1401}]) == []
+    (tmp_path / "FL-Simulator" / ".git").mkdir(parents=True)
+    monkeypatch.setattr(agreement, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(agreement, "PAGE", tmp_path / "page.md")
+    monkeypatch.setattr(compare_again, "git", lambda _, command, *__: "abc 2026-11-28" if command == "log" else "")
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), "--only", "fl_simulator"])
+    monkeypatch.setattr(compare_again, "run", lambda *_: [row])
+    compare_again.main()
+    monkeypatch.setattr(compare_again, "run", lambda *_: [row | {"difference": 3e-4, "default": None}])
+    with pytest.raises(SystemExit) as ended:
+        compare_again.main()
+    assert ended.value.code.splitlines() == [  # text: Python prints it, and the status is 1
+        "fl_simulator: fedavg(): difference 3e-04, was 2e-16", "fl_simulator: fedavg(): default none, was 0.14",
+    ]  # fmt: skip
+    monkeypatch.setattr(compare_again, "run", lambda *_: [])
+    with pytest.raises(SystemExit, match="difference none, was 3e-04"):
+        compare_again.main()
 
 
 def test_import_does_not_import_heavy_packages() -> None:

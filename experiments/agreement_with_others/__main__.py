@@ -2,8 +2,9 @@
 
     python -m experiments.agreement_with_others FOLDER [--only fl_simulator pfllib ...]
 
-FOLDER has a clone of each repository of `SOURCES`, with the name of the repository. The other code needs PyTorch. Every
-script runs in a process of its own, because different repositories have modules of the same name.
+FOLDER has a clone of each repository of `SOURCES`, with the name of the repository. The other code needs PyTorch and
+scikit-learn. Every script runs in a process of its own, because different repositories have modules of the same name.
+The exit status is 1 if a difference has changed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ SOURCES = {  # script: (repository, what it is)
     "fedbabu": ("jhoon-oh/FedBABU", "By the authors of FedBABU."),
     "fedbn": ("med-air/FedBN", "By the authors of FedBN."),
     "lg_fedavg": ("pliang279/LG-FedAvg", "By the authors of LG-FedAvg."),
+    "feddecorr": ("bytedance/FedDecorr", "By the authors of FedDecorr."),
+    "fedjax": ("google/fedjax", "A library by Google."),
+    "fedsim": ("varnio/fedsim", "By the authors of AdaBest."),
+    "ghbm": ("RickZack/GHBM", "By the authors of GHBM, with copies of other algorithms."),
+    "fl_sam": ("harrylee999/FL-SAM", "By the authors of FedGMT."),
+    "fedsol": ("Lee-Gihun/FedSOL", "By the authors of FedSOL, with a copy of Per-FedAvg."),
+    "per_fedavg": ("KarhouTam/Per-FedAvg", "By the author of FL-bench."),
+    "fair_flearn": ("litian96/fair_flearn", "By the authors of q-FedAvg, with a copy of AFL."),
+    "ifca": ("jichan3751/ifca", "By the authors of IFCA."),
+    "fedswa": ("junkangLiu0/FedSWA", "By the authors of FedSWA and FedMoSWA."),
 }
 
 
@@ -66,20 +77,24 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=SOURCES, default=list(SOURCES), help="scripts, default: all")
     arguments = parser.parse_args()
     results = json.loads(page.RESULTS.read_text()) if page.RESULTS.exists() else {}
+    changed: list[str] = []
     for script in arguments.only:
         repository, about = SOURCES[script]
         checkout = arguments.folder / repository.split("/")[1]
         if not (checkout / ".git").exists():
             raise SystemExit(f"{checkout} is missing: git clone https://github.com/{repository} {checkout}")
-        if changed := git(checkout, "diff", "--name-only", "--diff-filter=M", "HEAD"):
-            raise SystemExit(f"{checkout} has changes, compare with the published code: {changed}")
+        if edited := git(checkout, "diff", "--name-only", "--diff-filter=M", "HEAD"):
+            raise SystemExit(f"{checkout} has changes, compare with the published code: {edited}")
         commit, date = git(checkout, "log", "-1", "--format=%H %cs").split()
         rows = run(script, checkout.resolve())
+        changed += [f"{script}: {line}" for line in page.changes(results.get(script, {}).get("rows", []), rows)]
         results[script] = {"repository": repository, "about": about, "commit": commit, "date": date, "rows": rows}
         print(f"{script}: " + ", ".join(f"{row['algorithm']} {row['difference']:.0e}" for row in rows), flush=True)
         ordered = {name: results[name] for name in SOURCES if name in results}
         page.RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
         page.write()
+    if changed:
+        raise SystemExit("\n".join(changed))
 
 
 if __name__ == "__main__":

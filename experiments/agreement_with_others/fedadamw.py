@@ -24,6 +24,7 @@ SERVERS = {  # their function for the server, and the numbers of the results tha
     "FedAdamW": ("apply_weights_FedLADA", ("m",)),
     "FedCM": ("apply_weights_avg2", ()),
     "SCAFFOLD": ("apply_weights_SCAF", ("m",)),
+    "MoFedSWA": ("apply_weights_SCAF", ("m",)),
     "FedAdam": ("apply_weights_adam", ("m", "v")),
     "FedACG": ("apply_weights_avgACG", ("m",)),
     "FedMoment": ("apply_weights_moment", ("m",)),
@@ -71,13 +72,15 @@ def copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
-def theirs(federation: Federation, method: str, language: bool = False, gamma: float = 0.85) -> list[np.ndarray]:
-    """The global model after every round of one of their methods."""
+def theirs(
+    federation: Federation, method: str, name: str = "main_FedAdamW", gamma: float = 0.85, **changes: Any
+) -> list[np.ndarray]:
+    """The global model after every round of a method of the script ``name``. ``changes`` are set in the script."""
     without("torchvision", "ray", "tensorboardX", "peft", "dirichlet_data", "model", "vit_model", "dataset")
     without("models", "models.resnet", "models.resnet_bn", "models.DeiTTiny", "transformers", "datasets")
     sys.modules["ray"].remote = lambda **_: lambda worker: worker
     sys.modules["datasets"].tqdm = lambda batches, **_: batches
-    script = importlib.import_module("new_llm" if language else "main_FedAdamW")
+    script, language = importlib.import_module(name), name == "new_llm"
 
     def network(*_: Any) -> Model:
         made = federation.network()
@@ -87,10 +90,11 @@ def theirs(federation: Federation, method: str, language: bool = False, gamma: f
     N, S, n = len(federation.sizes), len(federation.cohorts[0]), federation.sizes[0]
     K = federation.epochs * -(-n // federation.batch_size)
     values = {"alg": method, "num_workers": N, "selection": S / N, "lr": federation.lr, "lr_decay": 1.0}
-    for name, value in (values | {"batch_size": federation.batch_size, "ci_dict": {}, "c_dict": {}}).items():
-        setattr(script, name, value)
-    for name, value in {"K": K, "beta1": 0.9, "beta2": 0.999, "gamma": gamma, "CNN": "roberta_base"}.items():
-        setattr(script.args, name, value)
+    values |= {"batch_size": federation.batch_size, "ci_dict": {}, "c_dict": {}}
+    for key, value in (values | changes).items():
+        setattr(script, key, value)
+    for key, value in {"K": K, "beta1": 0.9, "beta2": 0.999, "gamma": gamma, "CNN": "roberta_base"}.items():
+        setattr(script.args, key, value)
     script.ConvNet100, script.model = network, network()
     script.RobertaForSequenceClassification = SimpleNamespace(from_pretrained=network)
     model, rounds = script.model, []
@@ -105,7 +109,7 @@ def theirs(federation: Federation, method: str, language: bool = False, gamma: f
         results: list[Any] = []
         for worker, i in zip(workers, cohort, strict=True):
             results.append(worker.update_func(method, copied(w), federation.epochs, i, federation.lr, **copied(sent)))
-        again = [] if language else [{"m": m, "v": v}[name] for name in kept]
+        again = [] if language else [{"m": m, "v": v}[key] for key in kept]
         result = getattr(script, function)(N, results, model, *again)
         w, m, v = (*result, {}, {})[:3] if isinstance(result, tuple) else (result, {}, {})
         model.load_state_dict(w)
@@ -145,7 +149,7 @@ def rows() -> Iterator[Row]:
     setting = (
         "script for language; gamma = alpha = 0.5; a learning rate of 0.01 is 0.02 there, and weight decay 0.02 is 0.01"
     )
-    models = theirs(replace(half, lr=0.02), "FedAdamW", language=True, gamma=0.5)
+    models = theirs(replace(half, lr=0.02), "FedAdamW", "new_llm", gamma=0.5)
     yield compared(half, "fedadamw", {"weight_decay": 0.02}, models, lines, setting=setting, cause=cause)
 
     transformations = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.01))

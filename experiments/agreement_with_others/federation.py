@@ -82,6 +82,7 @@ class Federation:
     weight_decay: float = 0.0
     clip_norm: float | None = None
     seed: int = 0
+    shuffles: int = 1  # of the examples in an epoch; `perfedavg` has three
 
     @functools.cached_property
     def clients(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -152,7 +153,7 @@ class Federation:
 
     @functools.cached_property
     def orders(self) -> list[dict[int, np.ndarray]]:
-        """For every round and client of the cohort, the order of its examples, [epochs, n_i].
+        """For every round and client of the cohort, the order of its examples, [epochs * shuffles, n_i].
 
         An algorithm of ours that trains nothing writes it down: the examples of its data are their own numbers.
         """
@@ -161,15 +162,18 @@ class Federation:
         def client_update(server: Any, client: Any, work: fd.Work) -> fd.ClientResult:
             epochs = []
             for e in range(self.epochs):
-                batch = work.epoch(jax.random.split(jax.random.fold_in(work.key, e))[0])
-                rows = [batch(jnp.int32(k)) for k in range(work.most_batches)]
-                seen = [jnp.where(row.mask, row.x[:, 0].astype(int), -1) for row in rows]
-                epochs.append(jnp.concatenate(seen)[:longest])
+                key = jax.random.split(jax.random.fold_in(work.key, e))[0]
+                for j in range(self.shuffles):
+                    batch = work.epoch(jax.random.fold_in(key, j) if j else key)
+                    rows = [batch(jnp.int32(k)) for k in range(work.most_batches)]
+                    seen = [jnp.where(row.mask, row.x[:, 0].astype(int), -1) for row in rows]
+                    epochs.append(jnp.concatenate(seen)[:longest])
             none = jax.tree.map(jnp.zeros_like, server.params)
             return fd.ClientResult(none, jnp.ones(()), jnp.array(epochs), {"loss": jnp.zeros(())})
 
+        shape = self.epochs * self.shuffles, longest
         probe = fd.algorithms.fedavg()._replace(
-            client_update=client_update, init_client=lambda params: jnp.zeros((self.epochs, longest), int), name="probe"
+            client_update=client_update, init_client=lambda params: jnp.zeros(shape, int), name="probe"
         )
         numbered = [(np.repeat(np.arange(len(y), dtype=float)[:, None], FEATURES, 1), y) for _, y in self.clients]
         _, states = self.states(probe, data=fd.FederatedData.from_clients(numbered))
@@ -178,10 +182,10 @@ class Federation:
             for state, cohort in zip(states, self.cohorts, strict=True)
         ]
 
-    def epoch(self, t: int, i: int, e: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The batches of client i in epoch e of round t."""
+    def epoch(self, t: int, i: int, e: int, j: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The batches of client i in epoch e of round t, after shuffle j."""
         x, y = self.clients[i]
-        order = self.orders[t][i][e]
+        order = self.orders[t][i][e * self.shuffles + j]
         assert sorted(order) == list(range(self.sizes[i]))
         rows = [order[k : k + self.batch_size] for k in range(0, len(order), self.batch_size)]
         return [(torch.from_numpy(x[row]), torch.from_numpy(y[row])) for row in rows]

@@ -83,6 +83,8 @@ def rows() -> Iterator[Row]:
     esam = "optimizer/ESAM.py#1e-7"
     yield row(decayed, "FedSAM", "fedsam", {"rho": 0.1}, esam, cause=norm)
     yield row(equal, "MoFedSAM", "mofedsam", {"rho": 0.1, "alpha": 0.1}, esam, setting=same, cause=norm)
+    steps = "server/FedGamma.py#self.local_iteration ="
+    yield row(equal, "FedGamma", "fedgamma", {"rho": 0.1}, steps, esam, setting=same, cause=norm)
     yield row(decayed, "FedSpeed", "fedspeed", {"rho": 0.1, "lam": 0.1}, esam, cause=norm)
     smoo = {"rho": 0.1, "alpha": 0.1}
     cause = f"The server's perturbation comes from mu_i alone, without s_i. {norm}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,20 @@ We are grateful to all authors who publish their code. Where a row says that two
 say where and why, so that you can choose. If you see that a row is wrong, please tell us.
 
 The scripts are in `experiments/agreement_with_others`. They contain none of the other code. Clone
-the repositories into one folder, install PyTorch, and run
+the repositories into one folder, install PyTorch and scikit-learn, and run
 
 ```
 python -m experiments.agreement_with_others FOLDER
 ```
+
+It exits with status 1 if a difference has changed, and prints the old one.
 """
 
 
 def rendered(results: dict[str, Any]) -> str:
     """The page of these results."""
     rows = [row for source in results.values() for row in source["rows"]]
-    names = {name_of(row) for row in rows}
+    names = algorithms(results)
     agreeing = {name_of(row) for row in rows if row["difference"] < ROUNDING}
     summary = (
         f"The table has {len(rows)} comparisons of {len(names)} algorithms with {len(results)} repositories. "
@@ -54,6 +57,11 @@ def rendered(results: dict[str, Any]) -> str:
     for source in results.values():
         parts.append(section(source))
     return "\n".join(parts)
+
+
+def algorithms(results: dict[str, Any]) -> set[str]:
+    """The names of the algorithms that are compared."""
+    return {name_of(row) for source in results.values() for row in source["rows"]}
 
 
 def section(source: dict[str, Any]) -> str:
@@ -73,6 +81,28 @@ def section(source: dict[str, Any]) -> str:
         lines.append(f"| `{row['algorithm']}`{mark} | {places} | {shown(row['difference'])} | {default} |")
     lines += [""] + [wrapped(f"{number}. {note}", "   ") for number, note in enumerate(notes, 1)]
     return "\n".join(lines) + ("\n" if notes else "")
+
+
+def changes(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[str]:
+    """One line for every row of a source whose differences have changed, or that is missing now."""
+    now = {(row["algorithm"], row["setting"]): row for row in after}
+    lines = []
+    for row in before:
+        new = now.get((row["algorithm"], row["setting"]))
+        pairs = [(new and new[kind], row[kind], kind) for kind in ("difference", "default")]
+        lines += [
+            f"{row['algorithm']}: {kind} {'none' if is_now is None else shown(is_now)}, was {shown(was)}"
+            for is_now, was, kind in pairs
+            if was is not None and not same(is_now, was)
+        ]
+    return lines
+
+
+def same(difference: float | None, other: float) -> bool:
+    """Whether two differences are equal up to 1 %, or both are rounding."""
+    if difference is None:
+        return False
+    return max(difference, other) < ROUNDING or math.isclose(difference, other, rel_tol=0.01)
 
 
 def name_of(row: dict[str, Any]) -> str:

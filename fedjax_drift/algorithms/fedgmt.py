@@ -6,12 +6,13 @@ Client i:  minimises CE + gamma T^2 mean over the batch of KL(softmax(z_e / T) |
 Server:    h <- h + (1/N) sum_S D_i;  w <- mean_S theta_i + h                                        (3)
            e <- alpha e + (1 - alpha) w                                                              (4)
 
-with h_i = h = 0 and e = w_0 at first. z are the logits. Those of e, a moving average of the global models, are in
-evaluation mode. These are the variables of `feddyn`, without its proximal term. In the paper, u_i = -h_i / beta.
+with h_i = h = 0 and e = w_0 at first. z are the logits. Those of e, a moving average of the global models, are the
+teacher's. These are the variables of `feddyn`, without its proximal term. In the paper, u_i = -h_i / beta.
 
 Deviations:  (3) is that of the authors' code. In the paper, as an independent copy states it, w is the mean of
 theta_i + h_i over the cohort (`aggregation="cohort"`), which is unstable if clients are sampled. The code weights
-theta_i by n_i (`weighting="examples"`), but not h.
+theta_i by n_i (`weighting="examples"`), but not h. Here the teacher is in evaluation mode; in the code it is in
+training mode, which makes a difference with dropout and BatchNorm.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ Client i:  r = gradient by theta of mean over the batch of KL(softmax(z_w / T) |
 Server:    as FedAvg
 
 z are the logits; those of w are in evaluation mode. The norm of (2) is over all parameters together. (3) acts on each
-leaf: a kernel [..., inputs, outputs] is divided by the norm of each row of outputs, and a bias by its own norm. e = 0
-if theta = w, as in the first step of a round. There r is 0 up to rounding errors, which (2) would scale to length rho.
+leaf: a kernel [..., inputs, outputs] is divided by the norm of each row of outputs, and a bias by its own norm.
 
-Deviations:  none. The authors' code can also perturb only the classifier or only the other layers.
+Deviations:  here e = 0 if theta = w, as in the first step of a round. There r is 0 up to rounding errors, which (2)
+would scale to length rho. The authors' code scales them, although it adds 1e-12 to the norm; if it is adaptive, (3)
+then gives e = 0. It can also perturb only the classifier or only the other layers.
 """
 
 from __future__ import annotations

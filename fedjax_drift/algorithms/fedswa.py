@@ -13,7 +13,9 @@ with m_0 = c_i,0 = 0. By (3), c_i+ is the mean of the gradients of client i in t
 
 Deviations:  these are the equations of the paper, as two independent copies state them. The authors' code computes
 others: FedSWA with rho = 0, alpha = 1 and twice the learning rate; FedMoSWA with a constant rate in a round, alpha = 1,
-gamma = 0.4 and (2) after clipping. With gamma = 0, m stays 0, and (2) removes the gradient with the drift.
+gamma = 0.4 (1 in the first round) and (2) after clipping. There the c_i belong to worker processes, not to clients,
+because they are written to one dict and read from another. With gamma = 0, m stays 0, and (2) removes the gradient with
+the drift.
 """
 
 from __future__ import annotations

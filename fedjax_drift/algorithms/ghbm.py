@@ -13,9 +13,9 @@ Server:    as FedAvg
 m points uphill. tau_i is the number of rounds since the last participation of client i. Without clipping, the K_i steps
 together move by -beta m, whatever eta_t and K_i are. So beta is the coefficient of the heavy ball.
 
-Deviations:  the authors' code clips nothing. Here the gradient with the momentum (4) is clipped. The server counts its
-updates, not the rounds: they differ if a round has no reporting client. The constant tau = N / |S| of the authors' code
-is `tau` of `localghbm`.
+Deviations:  the authors clip nothing; their code can clip the gradient with the momentum (4), as it is clipped here.
+The server counts its updates, not the rounds: they differ if a round has no reporting client. The constant tau =
+N / |S| of the authors' code is `tau` of `localghbm`.
 """
 
 from __future__ import annotations

@@ -64,7 +64,9 @@ def asynchronous(
 
     so that s makes an update smaller, also if all are equally stale.
 
-    With K > 1 it is FedBuff (Nguyen et al. 2022, arXiv 2106.06639). With ``cohort_size=1``, ``mixes="models"`` and a
+    With K > 1 it is FedBuff (Nguyen et al. 2022, arXiv 2106.06639), with one difference: in FedBuff another client
+    starts as soon as one reports, so that M train at any time. Here K start together, at the K-th report, and their
+    variables are newer. With ``cohort_size=1``, ``mixes="models"`` and a
     ``server_lr`` alpha it is FedAsync (Xie, Koyejo, Gupta 2019, arXiv 1903.03934).
 
     Args:
