@@ -50,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     - 130: stopped by Ctrl-C.
     - 143: stopped by SIGTERM.
     """
-    if argv is None:  # called from the shell, not from Python
-        with contextlib.suppress(OSError):  # without a cache folder every program is compiled
-            fd.use_compilation_cache()
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
         try:
+            if argv is None:  # called from the shell, not from Python
+                with contextlib.suppress(OSError):  # without a cache folder every program is compiled
+                    fd.use_compilation_cache()
             words, folder = resumed(sys.argv[1:] if argv is None else list(argv))
             args = parse(words if folder is None else [*words, f"--resume={folder}"])
             return _together(args, words) if getattr(args, "distributed", None) else args.command(args, words)()

@@ -18,6 +18,7 @@ import numpy as np
 import fedjax_drift as fd
 from fedjax_drift import checks
 from fedjax_drift.cli.flags import add
+from fedjax_drift.cli.values import local_path
 from fedjax_drift.disk import replacing
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.records import by_seed
@@ -25,7 +26,7 @@ from fedjax_drift.records import by_seed
 
 def add_output(group: Any, progress: bool = True) -> None:
     """Adds the flags of the output. The time of the command names the folder."""
-    add(group, "--output", "DIR", "new or empty folder for the results (default: runs/NAME-DATE-TIME)", Path)
+    add(group, "--output", "DIR", "new or empty folder for the results (default: runs/NAME-DATE-TIME)", local_path)
     group.add_argument("--force", action="store_true", help="write into DIR even if it contains files")
     if progress:
         group.add_argument("--no-progress", action="store_true", help="no progress bars")

@@ -13,6 +13,7 @@ from typing import Any
 import fedjax_drift as fd
 from fedjax_drift.cli.flags import Parser
 from fedjax_drift.cli.parsed_run import BANKS
+from fedjax_drift.cli.values import local_path
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.disk import unused
 from fedjax_drift.errors import ConfigurationError
@@ -38,7 +39,7 @@ def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     if argv[:1] != ["run"] or not any(word.partition("=")[0] == "--resume" for word in argv):
         return argv, None
     parser = Parser(prog="fedjax-drift run", add_help=False)
-    parser.add_argument("--resume", type=Path, required=True)
+    parser.add_argument("--resume", type=local_path, required=True)
     args, changes = parser.parse_known_args(argv[1:])
     for flag in (word.partition("=")[0] for word in changes if word.startswith("--")):
         if flag not in (*RESUMED, "--distributed"):
@@ -73,8 +74,8 @@ def absolute_paths(argv: Sequence[str]) -> list[str]:
     for before, word in zip(["", *argv], argv, strict=False):
         flag, _, path = word.partition("=")
         if flag in flags and path:
-            word = f"{flag}={os.path.abspath(path)}"
-        words.append(os.path.abspath(word) if before in flags else word)
+            word = f"{flag}={os.path.abspath(os.path.expanduser(path))}"
+        words.append(os.path.abspath(os.path.expanduser(word)) if before in flags else word)
     return words
 
 
