@@ -149,9 +149,12 @@ def test_every_flag_refuses_the_address_of_an_object_store(command, address, tmp
 
 @pytest.mark.parametrize("address", ADDRESSES)
 def test_environment_variables_are_paths_too(address, monkeypatch) -> None:
-    for variable, function in (
-        ("FEDJAX_DRIFT_DATA", files.folders), ("FEDJAX_DRIFT_CACHE", files.cache_dir), ("TFDS_DATA_DIR", tfds.default_dir)
-    ):  # fmt: skip
+    folders = {
+        "FEDJAX_DRIFT_DATA": files.folders,
+        "FEDJAX_DRIFT_CACHE": files.cache_dir,
+        "TFDS_DATA_DIR": tfds.default_dir,
+    }
+    for variable, function in folders.items():
         monkeypatch.setenv(variable, str(address))
         with pytest.raises(ValueError, match=rf"\${variable} {REFUSED}"):
             function()

@@ -6,7 +6,8 @@ creates every simulation.
 - Invalid input prints one line on stderr, and the exit code is 2.
 - If an algorithm cannot continue, one line is printed, the next algorithm runs, and the exit code is 1.
 - Ctrl-C keeps the completed rounds and exits with 130. SIGTERM does the same and exits with 143.
-- `run --resume FOLDER` repeats the command that created FOLDER, with the algorithms restored from their checkpoints.
+- `run --resume FOLDER` and `tune --resume FOLDER` repeat the command that created FOLDER, with the algorithms restored
+  from their checkpoints.
 
 With --distributed several processes run the same command. Only the first process prints and writes files. All processes
 exit with the same code.
