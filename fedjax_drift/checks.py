@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,6 +25,9 @@ from fedjax_drift.errors import ConfigurationError
 
 MOST = 2**63 - 1  # the default upper bound of an integer: the largest int64
 LARGE = 2**31 - 1  # messages mention an upper bound if the bound is below LARGE, or if the value exceeds the bound
+# The scheme of an address. pathlib.Path("gs://a") is "gs:/a", and its absolute() is below the working directory. One
+# letter is a drive of Windows.
+SCHEME = re.compile(r"(?:^|[/\\])([A-Za-z][A-Za-z0-9+.-]+):/")
 WITHIN = ("fedjax_drift", "contextlib", "jax")  # packages that a warning is not attributed to
 
 
@@ -200,12 +204,20 @@ def instance(name: str, value: Any, kind: type, fix: str = "") -> Any:
 
 
 def path(name: str, value: Any, fix: str = "") -> Path:
-    """Returns the value as a path with ~ expanded. Raises ValueError unless it is a non-empty string or path."""
+    """Returns the value as a path with ~ expanded.
+
+    Raises ValueError unless it is a non-empty string or path, and for an address such as ``gs://bucket/run``.
+    """
     is_text = isinstance(value, str | os.PathLike) and isinstance(written := os.fspath(value), str)
     if not is_text or not written or "\0" in written:
         raise ConfigurationError(
             f"{name} must be a path, got {shown(value)}: {fix or 'pass a string or a pathlib.Path'}"
         )
+    if address := SCHEME.search(written):
+        where = "leave out file://" if address[1] == "file" else (
+            f"mount the {address[1]} storage as a folder and pass this folder, or use a local folder and copy its files"
+        )  # fmt: skip
+        raise ConfigurationError(f"{name} must be a path of the local file system, got {shown(value)}: {where}")
     return Path(os.path.expanduser(written))
 
 

@@ -27,6 +27,26 @@ def brief(value: Any) -> str:
     return f"{sum(leaf.size for leaf in leaves):,} numbers" if leaves else "()"
 
 
+def short(value: Any) -> str:
+    """The repr of a value, with dtype and shape of a larger array, and the length of a longer container.
+
+    >>> short((1, 2)), short(np.zeros(3000)), short([0] * 3000)
+    ('(1, 2)', 'float64[3000]', 'a list of 3,000')
+    """
+    if hasattr(value, "dtype") and (value.size > 8 or value.ndim > 1):
+        return f"{value.dtype}{[*value.shape]}"
+    text = repr(value)
+    if len(text) <= 100 or not isinstance(value, str | list | tuple | dict | set | range):
+        return text
+    return f"a {type(value).__name__} of {len(value):,}"
+
+
+def fields(value: Any) -> str:
+    """The repr of a named tuple or of a dataclass whose fields may be arrays or long containers."""
+    names = getattr(value, "_fields", None) or value.__dataclass_fields__
+    return f"{type(value).__name__}({', '.join(f'{name}={short(getattr(value, name))}' for name in names)})"
+
+
 def plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments that are numbers or strings: the hyper-parameters of a factory."""
     return {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from fedjax_drift import checks, logs
+from fedjax_drift import checks, logs, reprs
 from fedjax_drift.data import files
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.model import Model
@@ -30,6 +30,9 @@ class LoadedRun(NamedTuple):
     history: list[Record]
     model: Model
     params: Params  # the global model after the last round, for ``model.apply(params, x)``
+
+    def __repr__(self) -> str:
+        return reprs.fields(self)
 
 
 def file_name(algorithm: str) -> str:

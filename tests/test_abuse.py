@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
 import abuse
 import jax
 import jax.numpy as jnp
@@ -9,6 +15,9 @@ import numpy as np
 import pytest
 
 import fedjax_drift as fd
+from fedjax_drift import checks, cli
+from fedjax_drift.cli.flags import Parser
+from fedjax_drift.data import files, tfds
 
 X, Y = np.arange(24, dtype=np.float32).reshape(8, 3) / 24, np.array([0, 1, 2, 1, 0, 1, 2, 1])
 DATA = fd.FederatedData.from_clients([(X[:3], Y[:3]), (X[3:4], Y[3:4]), (X[4:], Y[4:])], test=(X, Y))
@@ -57,3 +66,100 @@ def test_numpy_integers_are_accepted() -> None:
     state = sim.init(jax.random.key(0))._replace(round=jnp.int32(100))
     state, history = sim.run(state, np.uint8(200), np.int64(0), progress=np.False_)
     assert len(history) == 200 and int(state.round) == 300
+
+
+# --- addresses of object stores ---------------------------------------------------------------------------------------
+
+ADDRESSES = ["gs://bucket/run", Path("s3://bucket/run"), "file:///tmp/run", "dbfs:/run", Path("hdfs://run").absolute()]
+REFUSED = r"must be a path of the local file system, got .*: (mount the \w+ storage|leave out file://)"
+LOCAL = ["run", "C:/run", r"C:\run", "runs/a:b/c", "gs:run", "~/run", Path("/tmp/run")]
+ANNOTATIONS = ("PathLike", "FilePath", "DataDir", "Records")  # of the arguments that can be paths
+METAVARS = ("DIR", "FILE", "OUTPUT")  # of the flags that can be paths
+RECORD = abuse.HISTORY[0] | {"sharpness": 1.0, "hessian_trace": 1.0}
+
+
+def public(name: str, module: Any) -> Iterator[tuple[str, Callable]]:
+    """Yields the public functions and classes of a module, and the methods of its classes, with their names."""
+    for attribute, value in inspect.getmembers(module):
+        if attribute.startswith("_") or not getattr(value, "__module__", module.__name__).startswith("fedjax_drift"):
+            continue
+        if inspect.ismodule(value) and value.__name__.startswith("fedjax_drift"):
+            yield from public(f"{name}.{attribute}", value)
+        elif inspect.isclass(value) or inspect.isfunction(value):
+            yield f"{name}.{attribute}", value
+            if inspect.isclass(value):
+                methods = inspect.getmembers(value, inspect.isfunction)
+                yield from ((f"{name}.{attribute}.{m}", method) for m, method in methods if not m.startswith("_"))
+
+
+def test_every_function_refuses_the_address_of_an_object_store(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sim = fd.Simulation(fd.models.linear((3,), 3), DATA, fd.algorithms.fedavg(), cohort_size=2)
+    valid: dict[Any, dict[str, Any]] = {
+        call.function: call.valid for family in ("plots", "datasets", "logs") for call in abuse.FAMILIES[family]()
+    }
+    model, images = fd.models.linear((3,), 3), np.zeros((2, 2, 2, 1), np.uint8)
+    valid |= {
+        fd.Simulation.run: {"self": sim, "state": sim.init(jax.random.key(0)), "rounds": 1},
+        fd.Simulation.sweep: {"self": sim, "rounds": 1, "seeds": [0]},
+        fd.sweep: {"build": lambda: sim, "rounds": 1},
+        fd.data.from_fl_bench: {"x": X, "y": Y},
+        fd.models.load_params: {"model": model},
+        **dict.fromkeys((fd.models.save, fd.models.save_params), {"params": {"a": X}}),
+        **dict.fromkeys((fd.plots.forgetting, fd.plots.sharpness), {"records": [RECORD]}),
+        fd.plots.examples: {"data": fd.FederatedData(images, Y[:2], [2])},
+        fd.datasets.download: {"name": "mnist"},
+    }
+    arguments = [
+        (name, function, argument)
+        for name, function in dict(public("fd", fd)).items()
+        for argument, parameter in parameters(function).items()
+        if any(word in str(parameter.annotation) for word in ANNOTATIONS)
+    ]
+    assert len(arguments) > 45
+    for name, function, argument in arguments:
+        given = ({"train": "nowhere"} if argument == "test" else {}) | valid.get(function, {})
+        for address in ADDRESSES:
+            with pytest.raises(ValueError, match=REFUSED):
+                print(f"{name}({argument}={address!r})", function(**given | {argument: address}))
+    assert not any(tmp_path.iterdir())
+
+
+def parameters(function: Callable) -> Any:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError:  # some classes have none
+        return {}
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+@pytest.mark.parametrize("command", cli.commands.COMMANDS)
+def test_every_flag_refuses_the_address_of_an_object_store(command, address, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    parser = Parser()
+    cli.commands.COMMANDS[command].add_flags(parser)
+    flags = [action.option_strings[-1] for action in parser._actions if action.metavar in METAVARS]
+    words = {"data": ["synthetic"], "quickstart": []}.get(command, ["--dataset=synthetic", "--algorithm=scaffold"])
+    for flag in flags + ["--bank"] * (command in ("run", "tune")):
+        assert cli.main([command, *words, f"{flag}={address}"]) == 2, flag
+        assert re.search(REFUSED, capsys.readouterr().err), flag
+    assert flags
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_environment_variables_are_paths_too(address, monkeypatch) -> None:
+    folders = {
+        "FEDJAX_DRIFT_DATA": files.folders,
+        "FEDJAX_DRIFT_CACHE": files.cache_dir,
+        "TFDS_DATA_DIR": tfds.default_dir,
+    }
+    for variable, function in folders.items():
+        monkeypatch.setenv(variable, str(address))
+        with pytest.raises(ValueError, match=rf"\${variable} {REFUSED}"):
+            function()
+
+
+@pytest.mark.parametrize("path", LOCAL)
+def test_local_paths_with_colons_are_no_addresses(path) -> None:
+    assert checks.path("path", path).name == Path(path).name

@@ -343,6 +343,43 @@ def test_a_bug_is_not_reported_as_bad_input(tmp_path, monkeypatch):
         cli.main([*TINY, "--algorithm", "fedavg", "--output", str(tmp_path / "o")])
 
 
+KILLED = """
+import os, signal, sys
+import fedjax_drift as fd
+from fedjax_drift import cli
+sweep, output = fd.sweep, sys.argv[-1]
+
+def killed(*args, **options):
+    if not os.path.exists(output + "/tuning.jsonl"):  # the first algorithm
+        return sweep(*args, **options)
+    kill = lambda seed, setting, record: record["round"] == 5 and os.kill(os.getpid(), signal.SIGKILL)
+    return sweep(*args, **options, on_round=kill)
+
+fd.sweep = killed
+cli.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.thorough
+def test_a_killed_tuning_is_resumed_with_the_same_results(tmp_path, capsys):
+    """The second algorithm is killed in its fifth round. It goes on from its checkpoint, and the first one is kept."""
+    whole, cut = str(tmp_path / "whole"), str(tmp_path / "cut")
+    words = ["tune", *TINY[1:], "--rounds", "8", "--settings", "2", "--range", "fedprox:mu=0.1:0.1"]
+    words += ["--algorithm", "fedavg", "--algorithm", "fedprox:mu=1", "--checkpoint-every", "1"]
+    assert cli.main([*words, "--output", whole]) == 0
+    process = subprocess.run([sys.executable, "-c", KILLED, *words, "--output", cut], capture_output=True, text=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr
+    first = (tmp_path / "cut" / "tuning.jsonl").read_text().splitlines()
+    assert len(first) == 2 and any((tmp_path / "cut" / "checkpoints").rglob("about.json"))
+    assert cli.main([*words, "--output", cut]) == 2
+    assert f"or resume it: fedjax-drift tune --resume {cut}" in capsys.readouterr().err
+    assert cli.main(["run", "--resume", cut]) == 2
+    assert f"another command has created: fedjax-drift tune --resume {cut}" in capsys.readouterr().err
+    assert cli.main(["tune", "--resume", cut, "--no-progress"]) == 0
+    assert "fedavg is tuned\n" in capsys.readouterr().out
+    assert (tmp_path / "cut" / "tuning.jsonl").read_bytes() == (tmp_path / "whole" / "tuning.jsonl").read_bytes()
+
+
 @pytest.mark.thorough
 def test_tune_tries_as_many_settings_of_every_algorithm(tmp_path, capsys):
     """The score of a setting is the mean of the last evaluations of two seeds, on held-out examples."""

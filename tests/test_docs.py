@@ -20,8 +20,10 @@ import pytest
 import fedjax_drift as fd
 from experiments.agreement_with_others import __main__ as compare_again
 from experiments.agreement_with_others import page as agreement
+from experiments.leaderboard.entrants import ENTRANTS
 from experiments.tables import __main__ as tables
 from fedjax_drift.algorithms import ALGORITHMS
+from fedjax_drift.cli import commands
 from fedjax_drift.cli.commands import parse
 
 ROOT = Path(__file__).parents[1]
@@ -190,6 +192,39 @@ def test_the_algorithms_page_lists_every_factory_with_its_state() -> None:
         assert int(server_models) == size(server) // size(params), name
         headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
         assert anchor in [re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings], anchor
+
+
+@pytest.mark.parametrize(
+    ("heading", "kind"), [("a state", fd.ServerState), ("`work`", fd.Work), ("`context`", fd.Round)]
+)
+def test_concepts_lists_the_fields(heading, kind) -> None:
+    page = (ROOT / "docs" / "concepts.md").read_text()
+    (table,) = re.findall(rf"^\| field of {heading} \| .*\n\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)
+    listed = {name for row in table.splitlines() for name in re.findall(r"`(\w+)", row.split("|")[1])}
+    fields = set(getattr(kind, "_fields", None) or kind.__dataclass_fields__)
+    assert all(hasattr(kind, name) or name in fields for name in listed)
+    assert kind is fd.Work or listed == fields  # the engine needs more fields of a work
+
+
+def test_counts_in_prose_are_those_of_the_code() -> None:
+    """A count that the code changes is either here, or not in the prose."""
+    groups = {**fd.Failures.__dataclass_fields__, **fd.Placement.__dataclass_fields__}
+    counts = {
+        ("README.md", r"each of its (\d+) algorithms"): len(ALGORITHMS),
+        ("BUILD_NOTES.md", r"`fd.Failures` and `fd.Placement` group (\d+) options"): len(groups),
+        ("docs/algorithms.md", r"A leaderboard compares (\d+) algorithms"): len(ENTRANTS),
+        ("docs/algorithms.md", r"among the (\d+) algorithms without personal models"): sum(
+            not entrant.personal for entrant in ENTRANTS.values()
+        ),
+    }
+    for (page, pattern), number in counts.items():
+        written = re.findall(pattern.replace(" ", r"\s+"), (ROOT / page).read_text())
+        assert list(map(int, written)) == [number], f"{page}: {pattern}"
+    scale = (ROOT / "docs" / "scale.md").read_text()
+    table = re.findall(r"^\| `(\w+)=", scale[scale.index("## Clients that fail") :], re.MULTILINE)
+    assert "first five options" in scale and set(table[:5]) == {*fd.Failures.__dataclass_fields__}
+    first = (commands.__doc__ or "").partition("\n")[0].replace("fedjax-drift ", "")
+    assert re.findall(r"`(\w+)`", first) == [*commands.COMMANDS]
 
 
 def test_the_page_of_agreement_shows_its_results_and_its_calls_are_valid() -> None:

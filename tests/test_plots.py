@@ -586,3 +586,72 @@ def test_plots_do_not_change_the_backend():
     before = matplotlib.get_backend()
     plots.drift({"a": history(rounds=2)})
     assert matplotlib.get_backend() == before
+
+
+def labels(axis):
+    """Returns the labels of the ticks that can be seen."""
+    low, high = sorted(axis.get_view_interval())
+    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+    return {tick.label1.get_text() for tick in ticks if low <= tick.get_loc() <= high} - {""}
+
+
+def growing(scale):
+    """Returns values of this size: one, several that are equal or almost equal, or that double, or of many decades."""
+    steps = np.arange(6)
+    shapes = {"point": steps[:1] * 0.0, "constant": steps * 0, "close": steps * 1e-4, "doubling": steps / 5}
+    return {name: scale * (1 + shape) for name, shape in shapes.items()} | {"decades": scale * 10.0**-steps}
+
+
+KEYS = ("train_loss", "loss", "gain", "period_variance", "client_variance", "period_drift", "dissimilarity")
+KEYS += ("sharpness", "local_sharpness", "hessian_trace", "lp_present", "lp_absent")
+LISTS = ("cka", "kl", "client_drift", "update_norm", "update_cosine")
+
+
+def pictures_of(values):
+    """Yields every plot with numeric axes, for a run whose numbers all have these values."""
+    records, data = [], fd.FederatedData(np.zeros((5, 1)), np.array([0, 1, 2, 0, 1]), [2, 3])
+    for t, value in enumerate(map(float, values), 1):
+        record = {"round": t, **dict.fromkeys(KEYS, value), **dict.fromkeys(LISTS, [value, value])}
+        record |= {"time": t * value, "uplink_bytes": 5e5 * value, "downlink_bytes": 5e5 * value}
+        records.append(record | {"accuracy": min(value, 1.0), "label_mix": [0.5, 0.25, 0.25]})
+    runs = {"run": records}
+    for unit in ("round", "time", "megabytes"):
+        yield plots.curves(runs, x=unit)
+        yield plots.rounds_to_target(runs, 0.9 * values[-1], key="gain", by=unit)
+    for picture in (plots.drift, plots.updates, plots.agreement, plots.forgetting, plots.sharpness, plots.gain):
+        yield picture(runs)
+    yield plots.drift_story(runs, 0.9 * records[-1]["accuracy"], data)
+    yield plots.fairness({"loss": values})
+    yield plots.label_mix(records)
+    yield plots.quadratics({"a": [values]}, ["t"])
+    yield plots.compared([plots.Compared("t", {"a": [(range(1, len(values) + 1), values)]}, {})], "y")
+    grid, at = np.linspace(-1, 1, 3) * values[0], np.eye(3, 2) * values[0]
+    plane = fd.measures.LossPlane(grid, grid, np.resize(values, (3, 3)), None, at, ("a", "b", "c"))
+    yield plots.loss_plane(plane)
+    yield plots.federation(data)
+    yield plots.participation([[0], [1]], 2)
+
+
+def assert_two_tick_labels(figure):
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        for axis in [axes.yaxis] if axes.get_label() == "<colorbar>" else [axes.xaxis, axes.yaxis]:
+            shown = labels(axis)
+            assert len(shown) > 1 or shown == {"run"}, (axes.get_title(), axis.axis_name, shown)
+
+
+@pytest.mark.parametrize("unit", ["round", "time", "megabytes"])
+def test_an_axis_below_one_has_two_tick_labels(unit):
+    records = [{"round": 1, "gain": 0.5, "time": 0.3, "uplink_bytes": 1e5, "downlink_bytes": 2e5}]
+    records += [{**records[0], "round": 2, "gain": 0.6, "time": 0.4}]
+    for run in (records, records[:1]):
+        assert_two_tick_labels(plots.curves({"run": run}, x=unit, y={"gain": "Gain"}))
+        assert_two_tick_labels(plots.rounds_to_target({"run": run}, 0.5, key="gain", by=unit))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shape", growing(1.0))
+@pytest.mark.parametrize("scale", [1e-6, 0.3, 50, 1e9])
+def test_every_numeric_axis_has_two_tick_labels(scale, shape):
+    for figure in pictures_of(growing(scale)[shape]):
+        assert_two_tick_labels(figure)

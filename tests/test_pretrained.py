@@ -469,3 +469,31 @@ def test_reserved_or_ambiguous_array_names_are_refused(tmp_path: Path, params: d
     with pytest.raises(ValueError, match=message):
         fd.models.save(tmp_path / "model.npz", params)
         fd.models.load(tmp_path / "model.npz")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("m.pth", "PyTorch: convert it with safetensors.torch.save_file"),
+        ("m.PT", "PyTorch"),
+        ("pytorch_model.bin", "PyTorch"),
+        ("m.ckpt", "PyTorch"),
+        ("m.weights.h5", "Keras: convert it with numpy.savez"),
+        ("m.keras", "Keras"),
+        ("m.msgpack", "Flax: convert it with fd.models.save"),
+        ("m.npy", "NumPy with one array"),
+        ("m.orbax", "Orbax: convert it with fd.models.save"),
+        ("m.txt", "it is no npz"),
+    ],
+)
+def test_the_file_of_another_program_is_named_with_how_to_convert_it(name, says, tmp_path):
+    path = tmp_path / name
+    if name == "m.npy":
+        np.save(path, np.ones(3))
+    elif name == "m.orbax":
+        path.mkdir()
+    else:
+        path.write_bytes(b"no npz")
+    for load in (fd.models.load, lambda path: load_params(fd.models.linear((3,), 3), path)):
+        with pytest.raises(ValueError, match=re.escape(says)):
+            load(path)

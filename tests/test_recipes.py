@@ -13,6 +13,7 @@ import pytest
 
 import fedjax_drift as fd
 from fedjax_drift.recipes import join, split
+from fedjax_drift.run_folder import LoadedRun
 
 
 @fd.algorithm
@@ -210,3 +211,35 @@ def test_programs_do_not_keep_tracers(data) -> None:
         many = jax.vmap(one)(jnp.array([0.1, 0.2]))
     for i, lr in enumerate((0.1, 0.2)):
         jax.tree.map(lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-5, atol=1e-6), many, one(lr))
+
+
+LONG, RECORDS = np.linspace(0.1, 1, 3000), [{"round": t, "loss": 0.5} for t in range(3000)]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (fd.partition.distribution(3000, np.ones((3000, 10))), "weights=a tuple of 3,000"),
+        (fd.partition.iid(3000, sizes=[5] * 3000), "of 3,000"),
+        (fd.partition.long_tailed(fd.partition.distribution(3000, np.ones((3000, 10)))), "partition=distribution("),
+        (fd.Devices(up=LONG), "up=float64[3000]"),
+        (
+            fd.measures.LossPlane(LONG, LONG, np.outer(LONG, LONG), None, np.eye(3, 2), ("a", "b", "c")),
+            "x=float64[3000]",
+        ),
+        (fd.measures.Distances(LONG, LONG, LONG, None, None, {}), "hellinger=float64[3000]"),
+        (fd.plots.Compared("t", {"a": [(range(3000), LONG)]}, {}), "title='t'"),
+        (fd.Run(0, {"sizes": LONG}, None, RECORDS), "'sizes': float64[3000]"),
+        (fd.participation.importance(LONG / LONG.sum()), "importance"),
+        (fd.participation.trace(np.ones((5, 3000), bool)), "trace"),
+        (LoadedRun("fedavg", 0, {"a": RECORDS}, RECORDS, fd.models.linear(), {"w": LONG}), "history=a list of 3,000"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_repr_of_a_value_with_large_arrays_is_short(value, shown) -> None:
+    assert shown in repr(value) and len(repr(value)) < 400 and "\n" not in repr(value)
+
+
+def test_messages_do_not_print_whole_lists() -> None:
+    with pytest.raises(ValueError, match="all different, got a list of 3,000$"):
+        fd.sweep(lambda: None, 1, seeds=[0] * 3000)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import re
 import warnings
 
 import jax
@@ -175,6 +177,31 @@ def test_a_client_store_is_reopened_only_by_its_own_run(data, tmp_path) -> None:
     ):  # client stores and checkpoints compare the same identity
         with pytest.raises(ValueError, match=f"belongs to another simulation: .*{message}"):
             other.reopen(saved)
+
+
+RULES = {
+    "participation": {"participation": fd.participation.markov(0.5, 0.3)},
+    "aggregation": {"aggregation": fd.aggregation.private_ftrl(1.0, 0.5, restart_every=5)},
+    "clock": {"clock": fd.clock.asynchronous(4), "devices": fd.Devices(speed_spread=0.5)},
+}
+
+
+@pytest.mark.parametrize("field", RULES)
+def test_a_state_that_was_saved_without_its_clients_goes_on_bit_for_bit(field, data, tmp_path) -> None:
+    """Also with rules that have a state. If this state was not saved, the message names the field."""
+    options = {"cohort_size": 2, "mesh": fd.clients_mesh(jax.devices()[:1]), **RULES[field]}
+    model, algorithm = fd.models.linear((6,), 4), fd.algorithms.feddyn(0.1)
+    sims = [fd.Simulation(model, data, algorithm, bank=tmp_path / name, **options) for name in ("whole", "cut")]
+    whole, cut = (sim.round_fn(sim.init(jax.random.key(0)))[0] for sim in sims)
+    saved = pickle.loads(pickle.dumps(jax.device_get(cut._replace(clients=()))))
+    cut.clients.close()
+    name = re.escape(getattr(sims[1].setup.engine, field).name)
+    with pytest.raises(
+        ValueError, match=rf"{name} in its field {field}, got \(\): save all fields but the client states"
+    ):
+        sims[1].reopen(fd.ServerState(saved.round, saved.key, saved.server, clients=()))
+    ends = [sim.round_fn(state)[0] for sim, state in zip(sims, (whole, sims[1].reopen(saved)), strict=True)]
+    assert_equal(*(state._replace(key=(), clients=client_states(state)) for state in ends))
 
 
 def test_a_client_store_of_other_hyper_parameters_is_refused(data, tmp_path) -> None:

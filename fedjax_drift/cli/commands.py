@@ -6,7 +6,8 @@ creates every simulation.
 - Invalid input prints one line on stderr, and the exit code is 2.
 - If an algorithm cannot continue, one line is printed, the next algorithm runs, and the exit code is 1.
 - Ctrl-C keeps the completed rounds and exits with 130. SIGTERM does the same and exits with 143.
-- `run --resume FOLDER` repeats the command that created FOLDER, with the algorithms restored from their checkpoints.
+- `run --resume FOLDER` and `tune --resume FOLDER` repeat the command that created FOLDER, with the algorithms restored
+  from their checkpoints.
 
 With --distributed several processes run the same command. Only the first process prints and writes files. All processes
 exit with the same code.
@@ -50,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     - 130: stopped by Ctrl-C.
     - 143: stopped by SIGTERM.
     """
-    if argv is None:  # called from the shell, not from Python
-        with contextlib.suppress(OSError):  # without a cache folder every program is compiled
-            fd.use_compilation_cache()
     with warnings.catch_warnings():
         warnings.showwarning = show_warning
         try:
+            if argv is None:  # called from the shell, not from Python
+                with contextlib.suppress(OSError):  # without a cache folder every program is compiled
+                    fd.use_compilation_cache()
             words, folder = resumed(sys.argv[1:] if argv is None else list(argv))
             args = parse(words if folder is None else [*words, f"--resume={folder}"])
             return _together(args, words) if getattr(args, "distributed", None) else args.command(args, words)()

@@ -18,7 +18,7 @@ import optax.contrib
 
 from fedjax_drift import checks, clock, compression, participation, shift
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.cli.values import LOCAL, Choice, count, count0, lanes, redeal, seed
+from fedjax_drift.cli.values import LOCAL, Choice, count, count0, lanes, local_path, redeal, seed
 from fedjax_drift.data import augment, partition
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.errors import ConfigurationError
@@ -246,7 +246,7 @@ def add_data(group: Any, required: bool) -> None:
         "classes decrease exponentially, and the last class has 1 / FACTOR of those of the first (default: none are "
         "left out; 100 is usual)", float)
     add(group, "--data-dir", "DIR",
-        "folder of the data files (default: $FEDJAX_DRIFT_DATA, the cache, tensorflow-datasets)")
+        "folder of the data files (default: $FEDJAX_DRIFT_DATA, the cache, tensorflow-datasets)", local_path)
     add(group, "--standardize", None, "whether images are standardized with the mean and standard deviation of the "
         "data set, or scaled to [0, 1]. auto means no for femnist and glyphs, and yes for other images", str, "auto",
         choices=SWITCH)
@@ -272,7 +272,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "matrices whose path matches `where`, and the parameters that match `whole`; trainable:classifier trains the "
         "parameters that match. The other parameters are those of --init, or random (default: train the whole model)",
         TRAIN)
-    add(group, "--init", "FILE", "npz or safetensors file with the initial parameters (default: random)")
+    add(group, "--init", "FILE", "npz or safetensors file with the initial parameters (default: random)", local_path)
     add(group, "--rounds", "N", "number of rounds", count, 50)
     add(group, "--cohort", "K", "clients per round", count, 10)
     add(group, "--participation", SPEC, f"the rule that selects the clients of a round, one of "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import csv
+import json
 import os
 import shlex
 import time
@@ -18,18 +19,39 @@ import numpy as np
 import fedjax_drift as fd
 from fedjax_drift import checks
 from fedjax_drift.cli.flags import add
+from fedjax_drift.cli.values import count, count0, local_path
 from fedjax_drift.disk import replacing
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.records import by_seed
+from fedjax_drift.run_folder import CONFIG
 
 
 def add_output(group: Any, progress: bool = True) -> None:
     """Adds the flags of the output. The time of the command names the folder."""
-    add(group, "--output", "DIR", "new or empty folder for the results (default: runs/NAME-DATE-TIME)", Path)
+    add(group, "--output", "DIR", "new or empty folder for the results (default: runs/NAME-DATE-TIME)", local_path)
     group.add_argument("--force", action="store_true", help="write into DIR even if it contains files")
     if progress:
         group.add_argument("--no-progress", action="store_true", help="no progress bars")
     group.set_defaults(started=int(time.time()))
+
+
+def add_checkpoints(group: Any, what: str, keep: int) -> None:
+    """Adds the flags of the checkpoints. what: is resumed. keep: the default number of checkpoints."""
+    add(group, "--resume", "OUTPUT", f"resume the {what} in this folder; see below", local_path)
+    add(group, "--checkpoint-every", "N", "rounds between checkpoints (default: only --checkpoint-seconds)", count)
+    add(group, "--checkpoint-seconds", "S", "seconds between checkpoints; the last round is always saved", float, 60.0)
+    add(group, "--keep", "K", "number of newest checkpoints to keep, in addition to the best one; 0: write no "
+        "checkpoints", count0, keep)  # fmt: skip
+
+
+def command_of(output: Path) -> str:
+    """Returns the command that created the folder. Raises OSError, ValueError, KeyError or TypeError if none did."""
+    return str(json.loads((output / CONFIG).read_text())["command"])
+
+
+def resume_words(output: Path, command: str = "run") -> list[str]:
+    """Returns the words of the command that resumes the run in this folder."""
+    return ["fedjax-drift", command, "--resume", str(output)]
 
 
 def output_folder(args: argparse.Namespace, *names: str) -> Path:
@@ -50,22 +72,28 @@ def output_folder(args: argparse.Namespace, *names: str) -> Path:
             "another folder"
         )
     if path.is_dir() and any(path.iterdir()) and not args.force:
+        again = ""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
+            again = f", or resume it: {shlex.join(resume_words(path, shlex.split(command_of(path))[1]))}"
         raise ConfigurationError(
             f"--output must be a new or empty folder, got {path}, which has files: choose another folder, add --force "
-            "to replace the files of an earlier run, or resume this run with run --resume"
+            f"to replace the files of an earlier run{again}"
         )
     return path
 
 
 @contextlib.contextmanager
-def written(path: Path, output: Path) -> Iterator[Path]:
-    """Yields the path of a file that replaces ``path`` after the block. If the disk is full, there is a warning."""
+def written(path: Path, output: Path, command: str = "run") -> Iterator[Path]:
+    """Yields the path of a file that replaces ``path`` after the block. If the disk is full, there is a warning.
+
+    command: the one that writes the folder ``output``.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path) as new:
             yield new
     except OSError as error:
-        again = shlex.join(["fedjax-drift", "run", "--resume", str(output)])
+        again = shlex.join(resume_words(output, command))
         checks.warn(f"{path} could not be written ({error.strerror}): free some disk space, then: {again}")
 
 

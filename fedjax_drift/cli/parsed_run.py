@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from fedjax_drift import checks, compression, shift
+from fedjax_drift import checks, compression, reprs, shift
 from fedjax_drift.cli.flags import DEFAULT_MODEL, FAILURES, MODEL, PARTITION, SWITCH, Parser, add_run, needs
 from fedjax_drift.cli.values import LOCAL, Spec
 from fedjax_drift.clock import Devices
@@ -56,6 +56,9 @@ class ParsedRun(NamedTuple):
     """Number of rounds between evaluations. 0: never."""
     measure_every: int
     seed: int
+
+    def __repr__(self) -> str:
+        return reprs.fields(self)
 
 
 def parse_run(

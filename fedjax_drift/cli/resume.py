@@ -1,8 +1,7 @@
-"""`fedjax-drift run --resume OUTPUT`: repeats the command that created OUTPUT, from the checkpoints in OUTPUT."""
+"""`--resume OUTPUT` of the commands run and tune: repeats the command that created OUTPUT, from its checkpoints."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -12,59 +11,66 @@ from typing import Any
 
 import fedjax_drift as fd
 from fedjax_drift.cli.flags import Parser
+from fedjax_drift.cli.output import command_of, resume_words
 from fedjax_drift.cli.parsed_run import BANKS
+from fedjax_drift.cli.values import local_path
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.disk import unused
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.run_folder import CONFIG
 from fedjax_drift.storage.checkpoint import restore_together, split_by_run
 
-# Options that may be changed with --resume.
-RESUMED = (
-    "--rounds", "--target", "--by", "--until-time", "--until-megabytes", "--patience", "--devices",
-    "--devices-per-client", "--lanes", "--stream", "--bank", "--no-progress",
-)  # fmt: skip
+# Options that may be changed with --resume, for each command.
+EXECUTION = ("--devices", "--devices-per-client", "--lanes", "--no-progress")
+RESUMED = {
+    "run": (
+        "--rounds", "--target", "--by", "--until-time", "--until-megabytes", "--patience", "--stream", "--bank",
+        "--distributed", *EXECUTION,
+    ),
+    "tune": EXECUTION,
+}  # fmt: skip
 Restored = tuple[fd.ServerState | None, list[dict[str, Any]]]  # the state, and the history of all seeds
 
 
 def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     """Returns (argv, None) without --resume.
 
-    With `run --resume OUTPUT`, returns (words, OUTPUT). The words are those of the command that created OUTPUT,
-    followed by the options of this command.
+    With `run --resume OUTPUT` or `tune --resume OUTPUT`, returns (words, OUTPUT). The words are those of the command
+    that created OUTPUT, followed by the options of this command.
 
     Raises ConfigurationError if the run cannot be resumed.
     """
-    if argv[:1] != ["run"] or not any(word.partition("=")[0] == "--resume" for word in argv):
+    command = argv[0] if argv else ""
+    if command not in RESUMED or not any(word.partition("=")[0] == "--resume" for word in argv):
         return argv, None
-    parser = Parser(prog="fedjax-drift run", add_help=False)
-    parser.add_argument("--resume", type=Path, required=True)
+    parser = Parser(prog=f"fedjax-drift {command}", add_help=False)
+    parser.add_argument("--resume", type=local_path, required=True)
     args, changes = parser.parse_known_args(argv[1:])
     for flag in (word.partition("=")[0] for word in changes if word.startswith("--")):
-        if flag not in (*RESUMED, "--distributed"):
+        if flag not in RESUMED[command]:
             raise ConfigurationError(
-                f"with --resume only {', '.join(RESUMED)} and --distributed may be changed, got {flag!r}: leave it out"
+                f"with --resume only {', '.join(RESUMED[command])} may be changed, got {flag!r}: leave it out"
             )
     try:
-        command = str(json.loads((args.resume / CONFIG).read_text())["command"])
         # Without --distributed, because ports and numbers may differ.
-        words = shlex.split(re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", command))
+        created = re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", command_of(args.resume))
+        _, *words = shlex.split(created)
     except FileNotFoundError as error:
         raise ConfigurationError(
-            f"--resume must be the output folder of a run, got {args.resume}, which has no config.json: give the "
-            f"folder that the run printed. Paths are relative to {os.getcwd()}"
+            f"--resume must be the output folder of a {command}, got {args.resume}, which has no config.json: give the "
+            f"folder that the {command} printed. Paths are relative to {os.getcwd()}"
         ) from error
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # RecursionError: thousands of brackets
         raise ConfigurationError(
-            f"--resume must be the output folder of a run, got {args.resume}, whose config.json can't be read: start "
-            "this run again from the beginning"
+            f"--resume must be the output folder of a {command}, got {args.resume}, whose config.json can't be read: "
+            f"start this {command} again from the beginning"
         ) from error
-    return [*words[1:], *changes], args.resume
-
-
-def resume_words(output: Path) -> list[str]:
-    """Returns the words of the command that resumes the run in this folder."""
-    return ["fedjax-drift", "run", "--resume", str(output)]
+    if words[:1] != [command]:
+        other = shlex.join(resume_words(args.resume, words[0])) if words and words[0] in RESUMED else "choose another"
+        raise ConfigurationError(
+            f"--resume must be the output folder of a {command}, got {args.resume}, which another command has created: "
+            f"{other}"
+        )
+    return [*words, *changes], args.resume
 
 
 def absolute_paths(argv: Sequence[str]) -> list[str]:
@@ -73,8 +79,8 @@ def absolute_paths(argv: Sequence[str]) -> list[str]:
     for before, word in zip(["", *argv], argv, strict=False):
         flag, _, path = word.partition("=")
         if flag in flags and path:
-            word = f"{flag}={os.path.abspath(path)}"
-        words.append(os.path.abspath(word) if before in flags else word)
+            word = f"{flag}={os.path.abspath(os.path.expanduser(path))}"
+        words.append(os.path.abspath(os.path.expanduser(word)) if before in flags else word)
     return words
 
 

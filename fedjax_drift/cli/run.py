@@ -62,11 +62,11 @@ import numpy as np
 import fedjax_drift as fd
 from fedjax_drift import checks
 from fedjax_drift.cli.flags import add, add_run, needs
-from fedjax_drift.cli.output import add_output, output_folder, write_results, written
+from fedjax_drift.cli.output import add_checkpoints, add_output, output_folder, resume_words, write_results, written
 from fedjax_drift.cli.parsed_run import BANKS, ParsedRun, algorithm_specs, assemble, use_devices
 from fedjax_drift.cli.render import clients_table, heading, show_error, table, wrap, wrapped_command
-from fedjax_drift.cli.resume import Restored, absolute_paths, restored, resume_words
-from fedjax_drift.cli.values import accuracy, count, count0, number_of_seeds, processes
+from fedjax_drift.cli.resume import Restored, absolute_paths, restored
+from fedjax_drift.cli.values import accuracy, count, number_of_seeds, processes
 from fedjax_drift.devices.processes import first_does
 from fedjax_drift.disk import lock_folder, replace_file
 from fedjax_drift.errors import ConfigurationError
@@ -110,12 +110,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "each client's own test data. The own model is that of the algorithm (ditto, fedper), otherwise the global "
         "model after one epoch on the client's training data. If the data have one common test set, it is split: each "
         "client gets test data with the label mix of its training data. With several seeds the mean is reported")
-    group = parser.add_argument_group("checkpoints")
-    add(group, "--resume", "OUTPUT", "resume the run in this folder; see below", Path)
-    add(group, "--checkpoint-every", "N", "rounds between checkpoints (default: only --checkpoint-seconds)", count)
-    add(group, "--checkpoint-seconds", "S", "seconds between checkpoints; the last round is always saved", float, 60.0)
-    add(group, "--keep", "K", "number of newest checkpoints to keep, in addition to the best one; 0: write no "
-        "checkpoints", count0, 3)
+    add_checkpoints(parser.add_argument_group("checkpoints"), "run", keep=3)
 # fmt: on
 
 

@@ -18,6 +18,13 @@ two, and then over the seeds. For algorithms with personal models, the score is
 the accuracy of these models. The examples that give the score are held out from
 the training examples (10 %, or --validation SHARE), so the test set chooses
 nothing. The output folder contains tuning.jsonl, with the score of each setting.
+
+To resume a tuning that was stopped or killed:
+
+  fedjax-drift tune --resume OUTPUT
+
+The options --devices, --devices-per-client, --lanes and --no-progress may be
+changed when a tuning is resumed.
 """
 
 from __future__ import annotations
@@ -25,8 +32,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
+import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -34,23 +45,30 @@ import jax
 import fedjax_drift as fd
 from fedjax_drift import checks
 from fedjax_drift.cli.flags import add, add_run
-from fedjax_drift.cli.output import add_output, output_folder, written
+from fedjax_drift.cli.output import add_checkpoints, add_output, output_folder, resume_words, written
 from fedjax_drift.cli.parsed_run import algorithm_specs, assemble, load_data, use_devices
 from fedjax_drift.cli.render import wrap, wrapped_command
+from fedjax_drift.cli.resume import absolute_paths
 from fedjax_drift.cli.values import LOCAL, Spec, count
+from fedjax_drift.disk import lock_folder, replace_file
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.run_folder import CONFIG, file_name
 from fedjax_drift.simulation.sweep import check_sweepable
 from fedjax_drift.tuning import Range
 
 LR = Range(0.01, 1.0)  # the learning rates without --range lr=LOW:HIGH
 VALIDATION = 0.1  # share of each client's training examples that gives the score
-FILE = "tuning.jsonl"
+FILE, SETTINGS = "tuning.jsonl", "settings"  # the scores, and the folder of checkpoints
+CHECKPOINTS = ("--checkpoint-every", "--checkpoint-seconds", "--keep")
 NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 RANGE = re.compile(rf"(?:(\w+):)?(\w+)={NUMBER}:{NUMBER}(:linear)?")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "%(prog)s --dataset NAME --algorithm NAME --range [NAME:]OPTION=LOW:HIGH [options]"
+    parser.usage = (
+        "%(prog)s --dataset NAME --algorithm NAME --range [NAME:]OPTION=LOW:HIGH [options]\n"
+        "       %(prog)s --resume OUTPUT"
+    )
     group = add_run(parser)
     add_output(group)
     add(
@@ -61,13 +79,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(group, "--settings", "N", "number of settings of each algorithm", count, 8)
     several = partial(count, lowest=2, highest=10_000)
     add(group, "--seeds", "N", "number of seeds of each setting, at least 2", several, len(fd.tuning.SEEDS))
+    add_checkpoints(parser.add_argument_group("checkpoints"), "tuning", keep=1)
 
 
 def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     """Checks the options and reads the data. Returns a function that tries the settings."""
     specs = algorithm_specs(args)
     shared, own = ranges(args.range or [], specs)
-    output = output_folder(args, "tune", *(spec.name for spec in specs))
+    output = args.resume or output_folder(args, "tune", *(spec.name for spec in specs))
     if not args.eval_every:
         raise ConfigurationError("tune needs evaluations, got --eval-every 0: leave --eval-every 0 out")
     if args.validation is None and args.dataset.name != "movielens":  # its test examples are ranked in groups
@@ -78,50 +97,93 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     for sim in parsed.simulations.values():
         check_sweepable(sim.setup)
     tried = [fd.tuning.settings(shared, own[spec.text], args.settings, args.dataset.text, spec.text) for spec in specs]
-    score = partial(_scores, args, data, parsed.params)
+    config = {"command": shlex.join(["fedjax-drift", *absolute_paths(argv)]), "versions": parsed.config["versions"]}
+    again = resume_words(output, "tune")
 
     def work() -> int:
-        output.mkdir(parents=True, exist_ok=True)
-        scored: dict[str, list[dict[str, Any]]] = {}
-        for spec, settings in zip(specs, tried, strict=True):
-            print(f"tuning {spec.text}: {args.settings} settings, {args.seeds} seeds, {args.rounds} rounds", flush=True)
-            if (results := score(spec, settings)) is None:
-                break
-            scored[spec.text] = results
-            lines = [json.dumps({"algorithm": name, **result}) for name, of in scored.items() for result in of]
-            with written(output / FILE, output) as new:
-                new.write_text("\n".join(lines) + "\n")
+        with lock_folder(output / "checkpoints", "--output"):  # no other process writes to the folder meanwhile
+            replace_file(output / CONFIG, json.dumps(config, indent=2) + "\n")
+            if not args.resume:  # --force replaces the files of an earlier command
+                (output / FILE).unlink(missing_ok=True)
+                shutil.rmtree(output / "checkpoints" / SETTINGS, ignore_errors=True)
+            scored, interrupted = _scored(output, specs), False
+            for spec, settings in zip(specs, tried, strict=True):
+                if spec.text in scored:
+                    print(f"{spec.text} is tuned")
+                    continue
+                saved = output / "checkpoints" / SETTINGS / file_name(spec.text)
+                print(
+                    f"tuning {spec.text}: {args.settings} settings, {args.seeds} seeds, {args.rounds} rounds",
+                    flush=True,
+                )
+                try:
+                    results = _scores(args, data, parsed.params, spec, settings, saved)
+                except SystemExit as ending:  # SIGTERM
+                    print(f"\nfedjax-drift: stopped {spec.text}; to resume: {shlex.join(again)}", file=sys.stderr)
+                    return int(ending.code or 0)
+                if results is None:
+                    interrupted = True
+                    break
+                scored[spec.text] = results
+                lines = [json.dumps({"algorithm": name, **result}) for name, of in scored.items() for result in of]
+                with written(output / FILE, output, "tune") as new:
+                    new.write_text("\n".join(lines) + "\n")
+                shutil.rmtree(saved, ignore_errors=True)  # the scores are all that is needed of these runs
         if scored:
             print("\n" + table(scored))
             print("\nto run the best settings on all training examples:")
             print("\n".join(wrapped_command(words) for words in commands(argv, specs, scored)))
-        interrupted = len(scored) < len(specs)
         files = f": {FILE}" if scored else ""
         print("", *wrap(f"{'interrupted: ' * interrupted}{output}{files}", "", "  "), sep="\n")
+        if interrupted:
+            print("to resume:", wrapped_command(again), sep="\n")
         return 130 if interrupted else 0
 
     return work
 
 
+def _scored(output: Path, specs: Sequence[Spec]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the settings and scores of the algorithms that an earlier process has tuned."""
+    if not (output / FILE).exists():
+        return {}
+    lines = fd.logs.read(output / FILE)
+    known = {spec.text: [line for line in lines if line.get("algorithm") == spec.text] for spec in specs}
+    return {
+        name: [{"setting": line["setting"], "score": line["score"]} for line in of] for name, of in known.items() if of
+    }
+
+
 def _scores(
-    args: argparse.Namespace, data: fd.FederatedData, params: Any, spec: Spec, settings: Sequence[Mapping[str, float]]
+    args: argparse.Namespace,
+    data: fd.FederatedData,
+    params: Any,
+    spec: Spec,
+    settings: Sequence[dict[str, float]],
+    saved: Path,
 ) -> list[dict[str, Any]] | None:
-    """Returns each setting of an algorithm with its score, or None after Ctrl-C."""
+    """Returns each setting of an algorithm with its score, or None after Ctrl-C. saved: the folder of checkpoints."""
     alone = argparse.Namespace(**{**vars(args), "algorithm": [spec]})
 
     def simulation(**values: Any) -> fd.Simulation:
         return assemble(alone, data, values).simulations[spec.text]
 
-    seeds = range(fd.tuning.SEEDS[0], fd.tuning.SEEDS[0] + args.seeds)
-    progress = False if args.no_progress else None
-    runs = fd.sweep(simulation, args.rounds, seeds, settings, args.eval_every, params=params, progress=progress)
+    different = [setting for i, setting in enumerate(settings) if setting not in settings[:i]]
+    runs = fd.sweep(
+        simulation,
+        args.rounds,
+        range(fd.tuning.SEEDS[0], fd.tuning.SEEDS[0] + args.seeds),
+        different,
+        args.eval_every,
+        params=params,
+        progress=False if args.no_progress else None,
+        checkpoints=fd.Checkpoints(saved, args.checkpoint_every, args.checkpoint_seconds, args.keep, best=None)
+        if args.keep
+        else None,
+    )
     if any(int(jax.device_get(run.state.round)) < args.rounds for run in runs):
         return None
-    results = []
-    for setting in settings:
-        of_setting = [run for run in runs if dict(run.setting) == dict(setting)]
-        results.append({"setting": dict(setting), "score": fd.tuning.score(simulation(**setting), of_setting)})
-    return results
+    scores = [fd.tuning.score(simulation(**of), [run for run in runs if run.setting == of]) for of in different]
+    return [{"setting": setting, "score": scores[different.index(setting)]} for setting in settings]
 
 
 def ranges(texts: Sequence[str], specs: Sequence[Spec]) -> tuple[dict[str, Range], dict[str, dict[str, Range]]]:
@@ -161,7 +223,16 @@ def commands(
     """Yields the command `run` with the best setting of each algorithm. argv: the words of the command `tune`."""
     tuned = {name for results in scored.values() for result in results for name in result["setting"] if name in LOCAL}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("--algorithm", "--range", "--settings", "--seeds", "--validation", "--output", *_flags(tuned)):
+    for flag in (
+        "--algorithm",
+        "--range",
+        "--settings",
+        "--seeds",
+        "--validation",
+        "--output",
+        *CHECKPOINTS,
+        *_flags(tuned),
+    ):
         parser.add_argument(flag, action="append")
     _, common = parser.parse_known_args([*argv[1:]])
     for spec in specs:

@@ -13,9 +13,12 @@ from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedjax_drift import checks
 from fedjax_drift.checks import listed, nearest
+from fedjax_drift.errors import ConfigurationError
 
 LOCAL = ("epochs", "batch_size", "lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
 
@@ -144,6 +147,14 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def local_path(text: str) -> Path:
+    """Reads the path of a file or a folder."""
+    try:
+        return checks.path("", text)
+    except ConfigurationError as error:
+        raise ArgumentTypeError(str(error).strip()) from error
 
 
 def processes(text: str) -> tuple[str, int, int]:

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, reprs
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.errors import ConfigurationError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Devices:
     """The speeds of the clients' devices, for ``Simulation(devices=)``.
 
@@ -36,6 +36,9 @@ class Devices:
     up: float | np.ndarray = math.inf
     down: float | np.ndarray = math.inf
     seconds_per_step: float | np.ndarray = 1.0
+
+    def __repr__(self) -> str:
+        return reprs.fields(self)
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {"speed_spread": checks.nonnegative("speed_spread", self.speed_spread)}

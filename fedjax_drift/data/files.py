@@ -52,7 +52,7 @@ Spec = Mapping[str, Column]
 
 def cache_dir() -> Path:
     """The folder for computed arrays: $FEDJAX_DRIFT_CACHE, or ~/.cache/fedjax_drift."""
-    return Path(os.environ.get("FEDJAX_DRIFT_CACHE") or "~/.cache/fedjax_drift").expanduser()
+    return checks.path("$FEDJAX_DRIFT_CACHE", os.environ.get("FEDJAX_DRIFT_CACHE") or "~/.cache/fedjax_drift")
 
 
 def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
@@ -63,7 +63,7 @@ def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
             raise ConfigurationError(f"data_dir must be a folder, got the file {folder}: pass the folder of this file")
         return [folder]
     shared = os.environ.get("FEDJAX_DRIFT_DATA")
-    return [*([Path(shared).expanduser()] if shared else []), cache_dir()]
+    return [*([checks.path("$FEDJAX_DRIFT_DATA", shared)] if shared else []), cache_dir()]
 
 
 def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:

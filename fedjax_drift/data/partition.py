@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, reprs
 from fedjax_drift.data.assignment import (
     SIZE_RULES,
     apportion,
@@ -52,7 +52,7 @@ Weights = Sequence[Sequence[float]] | np.ndarray
 
 @dataclass(frozen=True, repr=False)
 class Partition:
-    """A partitioner with its name and arguments. `eval(repr(partitioner))` gives an equal partitioner."""
+    """A partitioner with its name and arguments. Long arguments are printed as their dtype and shape, or length."""
 
     name: str
     """The name of its factory, such as "dirichlet"."""
@@ -95,7 +95,7 @@ class Partition:
         return np.split(rows, np.cumsum(np.bincount(owner + 1))[:-1])[1:]
 
     def __repr__(self) -> str:
-        return f"{self.name}({', '.join(f'{k}={v!r}' for k, v in self.arguments.items())})"
+        return f"{self.name}({', '.join(f'{k}={reprs.short(v)}' for k, v in self.arguments.items())})"
 
 
 def iid(num_clients: int, seed: int = 0, size_sigma: float = 0.0, sizes: Sizes = None) -> Partition:

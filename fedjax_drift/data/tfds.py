@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.errors import ConfigurationError
 
@@ -28,7 +29,7 @@ HOSTS = {
 
 def default_dir() -> Path:
     """The folder of tensorflow-datasets: $TFDS_DATA_DIR, or ~/tensorflow_datasets."""
-    return Path(os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets").expanduser()
+    return checks.path("$TFDS_DATA_DIR", os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
 
 
 def read(name: str) -> files.Arrays:

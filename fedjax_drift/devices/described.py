@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from jax.experimental import topologies
@@ -83,7 +82,7 @@ def _tpu_options(name: str) -> dict[str, Any]:
 
 def _read(path: str) -> str:
     try:
-        return Path(path).read_text()
+        return checks.path("topology", path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"topology: the description {path!r} cannot be read: {error}") from error
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, reprs
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
 
@@ -29,6 +29,9 @@ class Distances(NamedTuple):
     earth_mover: np.ndarray | None  # in the units of `ground`; None without it
     sliced_wasserstein: np.ndarray | None  # in the units of the embedding; None without it
     between: dict[str, float]  # name of a distance of labels -> its mean over pairs of different clients; {} if N = 1
+
+    def __repr__(self) -> str:
+        return reprs.fields(self)
 
 
 def distances(

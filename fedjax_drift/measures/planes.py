@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_drift import checks, tree
+from fedjax_drift import checks, reprs, tree
 from fedjax_drift.data import joining
 from fedjax_drift.devices.mesh import put
 from fedjax_drift.errors import ConfigurationError
@@ -30,6 +30,9 @@ class LossPlane(NamedTuple):
     accuracy: np.ndarray | None  # [Y, X], in 0..1; None if the model is not a classifier
     models: np.ndarray  # [3, 2], the coordinates (x, y) of the models; the first model is at the origin
     names: tuple[str, ...]  # of the three models
+
+    def __repr__(self) -> str:
+        return reprs.fields(self)
 
 
 def loss_plane(sim: Any, states: Any, *, examples: Any = None, points: int = 21, margin: float = 0.3) -> LossPlane:

@@ -42,6 +42,7 @@ class Panel(NamedTuple):
     guide: float | None = None  # y of a grey horizontal line
     limits: tuple[float, float] = (-math.inf, math.inf)  # the y axis shows nothing outside
     steps: bool = False  # the lines are steps
+    counts: bool = True  # the x axis counts rounds, epochs or clients
 
 
 def figure_of_panels(
@@ -79,7 +80,7 @@ def draw_panel(panel: Panel, axes: Axes, xlabel: str = "Round") -> dict[str, Lin
     """Draws the lines of a panel with its labels and title, and returns the lines by name."""
     drawn = draw_lines(panel, axes)
     axes.set(xlabel=described(panel, xlabel), ylabel=panel.ylabel, title=panel.title)
-    add_grid(axes)
+    add_grid(axes, panel.counts)
     return drawn
 
 
@@ -227,12 +228,21 @@ def new_figure(width: float, height: float, style: Style, text: float = 0.0) -> 
     return Picture(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.1))
 
 
-def add_grid(axes: Axes) -> None:
-    """Draws a pale grid behind the lines, with integer ticks on the x axis."""
+def add_grid(axes: Axes, counts: bool = True) -> None:
+    """Draws a pale grid behind the lines. counts: see `count_on_x`."""
     axes.grid(True, color=ink(axes), alpha=0.12, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+    if counts:
+        count_on_x(axes)
     hide_frame(axes)
+
+
+def count_on_x(axes: Axes) -> None:
+    """Puts the ticks of the x axis, which counts rounds for example, at integers. The axis has room for two of them."""
+    axes.locator_params(axis="x", integer=True)
+    low, high = axes.get_xlim()
+    if math.floor(high) - math.ceil(low) < 1:
+        axes.set_xlim(math.ceil(low) - 1, math.ceil(low) + 1)
 
 
 def hide_frame(axes: Axes) -> None:

@@ -18,6 +18,7 @@ from fedjax_drift.plots.canvas import (
     MEASURE,
     FilePath,
     Panel,
+    count_on_x,
     figure_of_panels,
     finished,
     hide_frame,
@@ -148,7 +149,7 @@ def label_mix(
     room = max(0.7, 0.8 * diameter * C / (72 * height))  # labels; more than half of the largest bubble
     axes.set(xlabel="Round", ylabel="Label", ylim=(-room, C - 1 + room), yticks=label_ticks(C))
     axes.set_title(title + (f", one in {every} of the measured rounds" if every > 1 else ""))
-    axes.locator_params(axis="x", integer=True, min_n_ticks=1)
+    count_on_x(axes)
     hide_frame(axes)
     sizes, names = bubbles.legend_elements("sizes", num=4, func=lambda s: s / point, fmt="{x:.3g} %", **look)
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1, 1), "labelspacing": max(0.6, diameter / 12)}

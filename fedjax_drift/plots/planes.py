@@ -52,7 +52,7 @@ def loss_plane(plane: LossPlane, path: FilePath = None, *, key: str = "loss", st
     areas = axes.contourf(plane.x, plane.y, values, levels=spaced(low, high, LEVELS), cmap=colours)
     label = "Accuracy (%)" if key == "accuracy" else "Loss, mean over examples"
     bar = figure.colorbar(areas, ax=axes, label=label, ticks=spaced(low, high, 7))
-    bar.ax.set_yticklabels([f"{tick:.3g}" for tick in spaced(low, high, 7)])
+    bar.ax.set_yticklabels(_told_apart(spaced(low, high, 7)))
     outline = [withStroke(linewidth=2.5, foreground="white")]  # names can be seen on every colour
     for (x, y), name, colour, marker in zip(plane.models, plane.names, COLOURS, MARKERS, strict=False):
         axes.plot(x, y, marker, color=colour, markeredgecolor="white", markersize=9, label=name)
@@ -63,3 +63,9 @@ def loss_plane(plane: LossPlane, path: FilePath = None, *, key: str = "loss", st
     axes.set(xlabel=f"Distance from {plane.names[0]} towards {plane.names[1]}", ylabel="Distance from this line")
     axes.set_title(f"{key.capitalize()} on the plane through three models")
     return finished(figure, path)
+
+
+def _told_apart(values: np.ndarray) -> list[str]:
+    """Returns the values as texts that all differ, with at least three digits."""
+    texts = ([f"{value:.{digits}g}" for value in values] for digits in range(3, 17))
+    return next((each for each in texts if len(set(each)) == len(values)), [f"{value:.17g}" for value in values])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, reprs
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.plots.axis import mark_outside, readable
 from fedjax_drift.plots.canvas import (
@@ -43,6 +43,9 @@ class Compared(NamedTuple):
     runs: Mapping[str, Sequence[tuple[Sequence[int], Sequence[float]]]]  # method -> (rounds, values) of each seed
     printed: Mapping[str, Sequence[tuple[float | None, float]]]  # method -> published (round, value); None: last round
     reached: Mapping[str, Sequence[tuple[float | None, float]]] = {}  # method -> our (mean round, target), if published
+
+    def __repr__(self) -> str:
+        return reprs.fields(self)
 
 
 def compared(

@@ -63,7 +63,7 @@ def curves(
     checks.choice("x", x, UNITS)
     runs, style = by_run(records), checked(style)
     panels = usual_panels(runs, style) if y is None else chosen_panels(y, runs, style)
-    panels = [panel._replace(lines=over(x, panel.lines, runs)) for panel in panels]
+    panels = [panel._replace(lines=over(x, panel.lines, runs), counts=x == "round") for panel in panels]
     hint = "pass {name: history of Simulation.run}"
     return finished(figure_of_panels("curves", panels, hint, style, AXIS[x]), path)
 
@@ -292,7 +292,7 @@ def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes, 
     )
     since = " of the first evaluation at the target\n(line: since the evaluation before)" if coarse else ""
     axes.set_xlabel(f"{AXIS[by]}{since}")
-    add_grid(axes)
+    add_grid(axes, counts=by == "round")
     axes.grid(False, axis="y")
 
 

@@ -114,6 +114,26 @@ class Setup:
         leaves = jax.tree.leaves_with_path(checked(self.any_update()))
         return [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]  # type: ignore[attr-defined]
 
+    def check_rules(self, state: ServerState) -> None:
+        """Raises ConfigurationError if the state is of another rule, or was saved without the state of a rule."""
+        for field, what in (
+            ("participation", "participation rule"),
+            ("aggregation", "aggregation rule"),
+            ("clock", "clock"),
+        ):
+            stored, expected, name = getattr(state, field), getattr(self.state, field), getattr(self.engine, field).name
+            if len({jax.tree.structure(each) for each in (stored, expected)}) == 1:
+                continue
+            if not jax.tree.leaves(stored):
+                raise ConfigurationError(
+                    f"state must have the state of the {what} {name} in its field {field}, got {stored}: save all "
+                    "fields but the client states, which is state._replace(clients=()), or start with init"
+                )
+            raise ConfigurationError(
+                f"state must be of a simulation with the {what} {name}, got one of another {what}: start with init, or "
+                f"keep the field {field} of the state"
+            )
+
     def admit(self, state: Any) -> ServerState:
         """Returns the state on the devices of this simulation. The state may come from another simulation or a file.
 
@@ -129,16 +149,7 @@ class Setup:
                     'do not use jax.jit, vmap or scan, or pass bank="device"'
                 )
             state, expected = state._replace(clients=()), expected._replace(clients=())
-        for field, what in (
-            ("participation", "participation rule"),
-            ("aggregation", "aggregation rule"),
-            ("clock", "clock"),
-        ):
-            if len({jax.tree.structure(getattr(each, field)) for each in (state, expected)}) > 1:
-                raise ConfigurationError(
-                    f"state must be of a simulation with the {what} {getattr(self.engine, field).name}, got one of "
-                    f"another {what}: start with init, or keep the field {field} of the state"
-                )
+        self.check_rules(state)
         tree.check_layout(state, expected, "this state is of another algorithm, model or federation")
         arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and not traced(leaf)]
         if any(array.is_deleted() for array in arrays):

@@ -285,10 +285,11 @@ class Simulation:
     def reopen(self, state: ServerState, round: int | None = None, strict: bool = True) -> ServerState:  # noqa: A002
         """Returns ``state`` with the client states that are stored in the folder ``bank=``.
 
-        Use it for a state that was saved without its client states.
+        Use it for a state that was saved without its client states: ``jax.device_get(state._replace(clients=()))``,
+        which pickle can write to a file. The run then continues as if it had not ended. `Checkpoints` does all of this.
 
         Args:
-          state: a state of round ``round``. Its ``clients`` are replaced.
+          state: a state of round ``round``. Its ``clients`` are replaced. All other fields must be those of that round.
           round: a round that has a checkpoint. The client states in the folder ``bank=`` are set back to this round.
             Default: the last round in that folder.
           strict: if False, a different federation, algorithm, model or key only causes a warning, see
@@ -296,7 +297,7 @@ class Simulation:
 
         Raises:
           ValueError: the folder belongs to another federation, algorithm, model, key or round. The message lists the
-            differences.
+            differences. Or a field of the state is missing.
         """
         setup = self.setup
         if self.bank in (*ON_DEVICES, "host"):
@@ -304,6 +305,7 @@ class Simulation:
                 f"bank must be a folder for reopen, got bank={self.bank!r}: create the simulation with bank=path"
             )
         validate.check_state(state)
+        setup.check_rules(state)
         what = "this state is of another algorithm, model or federation"
         tree.check_layout(state._replace(clients=()), setup.state._replace(clients=()), what)
         key, params = moved((state.key, state.params), setup.everywhere)

@@ -64,7 +64,8 @@ class Run(NamedTuple):
         """Returns a short text without the arrays of the state, for notebooks, which show the value of the last
         line."""
         end = reprs.scores(self.history[-1] if self.history else {})
-        setting = f", {self.setting}" if self.setting else ""
+        setting = ", ".join(f"{name!r}: {reprs.short(value)}" for name, value in self.setting.items())
+        setting = f", {{{setting}}}" if setting else ""
         return f"Run({self.algorithm}, seed {self.seed}{setting}: {end})"
 
 
@@ -329,7 +330,7 @@ def _check_seeds(seeds: Any) -> list[int]:
         )
     integers = [checks.integer("a seed", seed, 0, 2**32 - 1) for seed in seeds]
     if not integers or len(set(integers)) < len(integers):
-        raise ConfigurationError(f"seeds must be at least one integer, all different, got {integers}")
+        raise ConfigurationError(f"seeds must be at least one integer, all different, got {reprs.short(integers)}")
     return integers
 
 
