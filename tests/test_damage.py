@@ -5,6 +5,7 @@ They never cause a hang or a crash. If a format has checksums, changed data are 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import io
 import json
@@ -41,9 +42,10 @@ def test_hostile_pickles_take_little_time_and_memory(tmp_path: Path, name: str) 
     content = damage.hostile(damage.HOSTILE[name])
 
     def read() -> tuple[str, str]:
-        for stored in (len(content), len(zlib.compress(content))):
-            with pytest.raises(files.Wrong):
-                pickles.read(io.BytesIO(content), stored)
+        with contextlib.suppress(files.Wrong):  # many lists in a file that is as long are no mistake
+            pickles.read(io.BytesIO(content), len(content))
+        with pytest.raises(files.Wrong):
+            pickles.read(io.BytesIO(content), len(zlib.compress(content)))
         return "refused", ""
 
     assert damage.in_child(read) == ("refused", "")
