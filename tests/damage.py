@@ -12,8 +12,8 @@ library ends only the child. Outcomes:
     undetectable  loaded, but not equal to the example; the format has no checksums
     SILENT        loaded, but not equal to the example, although the format has checksums
     RAW           any other exception
-    HANG          loading took more than 120 seconds
-    MEMORY        loading needed more than 2 GiB
+    HANG          loading took more than 20 seconds of CPU time, or 120 seconds
+    MEMORY        loading needed more than 300 MB
     CRASH         a signal ended the child
 """
 
@@ -48,13 +48,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
+from test_benchmark_files import LAST, Y, write_fl_bench, write_niid_bench, write_pfllib
 from test_data_files import characters, field, write_batch, write_emnist, write_femnist
 
 import fedjax_drift as fd
 from fedjax_drift.data.images import CIFAR10_CLASSES
 from fedjax_drift.errors import ConfigurationError, DamagedError
 
-SECONDS, MEMORY = 120, 2 * 2**30
+SECONDS, CPU_SECONDS, MEMORY = 120, 20, 300_000_000
 BAD = ("RAW", "HANG", "MEMORY", "CRASH")
 NAMES = [f"f{i:04}_{i:02}" for i in range(3)]
 
@@ -306,6 +307,149 @@ PICKLES: dict[str, Change] = {
     "protocol 5": lambda path: path.write_bytes(pickle.dumps({"data": np.zeros((1, 3072), np.uint8)}, 5)) and None,
     "long": pickled(b"\x8b\x7f\xff\xff\xff"),
 }
+
+
+def array(shape: bytes, dtype: str, content: bytes) -> bytes:
+    """The opcodes of an array with a state: (1, shape, dtype, False, content). ``shape`` and ``content``: opcodes."""
+    of_type = b"cnumpy\ndtype\n" + b"\x8c" + struct.pack("B", len(dtype)) + dtype.encode() + b"\x85R"
+    start = b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\0\x85C\x01btR"
+    return start + b"(K\1" + shape + of_type + b"\x89" + content + b"tb"
+
+
+def shared(levels: int, width: int, start: bytes, end: bytes) -> bytes:
+    """The opcodes of nested containers. Each contains the one below it ``width`` times, and the lowest None."""
+    return b"Nq\0" + b"".join(start + b"h\0" * width + end + b"q\0" for _ in range(levels))
+
+
+LONG = b"M\xff\xff\x85"  # the shape [65535]
+FREED = array(b"M\xe8\x03\x85", ">u8", b"B\x40\x1f\0\0" + bytes(8000)) + b"q\0"
+VIEW = b"0cnumpy.core.numeric\n_frombuffer\n(h\0cnumpy\ndtype\nX\2\0\0\0u8\x85RM\xe8\x03\x85X\1\0\0\0CtRq\1"
+COLLIDING = [b"\x8a\x0a" + (i * (2**61 - 1)).to_bytes(10, "little") for i in range(40_000)]  # all have the hash 0
+HOSTILE = {  # opcodes
+    "objects, a short list": array(LONG, "O8", b"]Na"),
+    "objects, an empty list": array(LONG, "O8", b"]"),
+    "objects, a long list": array(b"K\1\x85", "O8", b"(NNl"),
+    "objects, a tuple": array(LONG, "O8", b"N\x85"),
+    "objects, two axes": array(b"K\3M\xff\xff\x86", "O8", b"(NNNl"),
+    "objects, negative axes": array(b"J\xfe\xff\xff\xffJ\xfe\xff\xff\xff\x86", "O8", b"(NNNNl"),
+    "objects within objects": array(b"K\1\x85", "O8", b"(" + array(LONG, "O8", b"]Na") + b"l"),
+    "objects in a dict": b"}\x8c\4data" + array(LONG, "O8", b"]Na") + b"s",
+    "objects in fields": array(LONG, "O,i8", b"]"),
+    "objects in a subarray": array(LONG, "(9,)O", b"](NNe"),
+    "objects of addresses": array(b"K\1\x85", "O8", b"C\x08AAAAAAAA"),
+    "items of no bytes": array(b"\x8a\x06" + b"\0" * 5 + b"\x40\x85", "V0", b"C\0"),
+    "text of no bytes": array(b"\x8a\x06" + b"\0" * 5 + b"\x40\x85", "U0", b"C\0"),
+    "many axes": array(b"(" + (b"\x8a\x08" + b"\x7f" * 8) * 50_000 + b"t", "u1", b"C\0"),
+    "memory of an array": FREED + VIEW + b"0h\0(K\1K\0\x85cnumpy\ndtype\nX\2\0\0\0u8\x85R\x89C\0tb0h\1",
+    "one list, many arrays": b"(" + b"N" * 999 + b"lq\1(" + array(b"M\xe7\3\x85", "O8", b"h\1") * 20_000 + b"l",
+    "a wide scalar, many times": (
+        b"cnumpy.core.multiarray\nscalar\ncnumpy\ndtype\nX\6\0\0\0S99999\x85RB\x9f\x86\1\0" + bytes(99_999)
+        + b"\x86q\0(" + b"cnumpy.core.multiarray\nscalar\nh\0R" * 20_000 + b"l"
+    ),
+    "lists by memo": shared(4, 200, b"(", b"l"),
+    "60 lists by memo": shared(60, 2, b"(", b"l"),
+    "tuples by memo": shared(60, 2, b"(", b"t"),
+    "tuples as key": b"}" + shared(60, 2, b"(", b"t") + b"Ns",
+    "a list in itself": b"]q\0h\0a",
+    "an array in itself": array(b"K\1\x85", "O8", b"]q\0h\0a") + b"h\0a",
+    "text by memo": b"B\xff\xff\0\0" + bytes(65535) + b"q\0(" + b"h\0" * 100_000 + b"l",
+    "colliding keys": b"}(" + b"N".join(COLLIDING) + b"Nu",
+    "colliding items": b"\x8f(" + b"".join(COLLIDING) + b"\x90",
+    "lists": b"(" + b"]" * 600_000 + b"l",
+    "dicts": b"(" + b"}" * 600_000 + b"l",
+    "sets": b"(" + b"\x8f" * 600_000 + b"l",
+    "marks": b"(" * 600_000,
+    "memos": b"N" + b"\x94" * 600_000,
+    "floats": b"(" + (b"G" + bytes(7) + b"\1") * 600_000 + b"l",
+    "values that are dropped": b"N0" * 600_000 + b"N",
+    "deep lists": b"]" * 300_000 + b"a" * 299_999,
+    "a long integer": b"\x8b\x80\x96\x98\0" + b"\x7f" * 10_000_000,
+    "many digits": b"I" + b"9" * 5_000_000 + b"\n",
+    "a frame of 1 TiB": b"\x95" + struct.pack("<Q", 2**40) + b"N",
+    "bytes of 1 TiB": b"\x8e" + struct.pack("<Q", 2**40) + b"N",
+    "items of an array": array(b"K\1\x85", "u1", b"C\1a") + shared(60, 2, b"(", b"l") + b"Ns",
+    "a class": b"cnumpy\ndtype\n)\x81",
+    "code": b"cos\ngetcwd\n)R",
+    "an extension": b"\x82\1)R",
+}  # fmt: skip
+
+
+def hostile(opcodes: bytes) -> bytes:
+    return b"\x80\4" + opcodes + b"."
+
+
+ANY_PICKLE = {name: written(hostile(opcodes)) for name, opcodes in HOSTILE.items()}
+
+
+def data_npy(content: bytes, method: int = zipfile.ZIP_DEFLATED) -> Change:
+    """Returns a change that writes an npz file with this pickle, as PFLlib does."""
+
+    def change(path: Path) -> None:
+        text = of_shape("()", "|O").ljust(117) + b"\n"
+        with zipfile.ZipFile(path, "w", method) as archive:
+            archive.writestr("data.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + content)
+
+    return change
+
+
+PFLLIB = {name: data_npy(hostile(opcodes)) for name, opcodes in HOSTILE.items()} | {
+    "text": lambda path: data_npy(pickle.dumps({"x": LAST[:9], "y": ["a" * 10**5] + ["a"] * 10**5}))(path),
+    "zeros": lambda path: data_npy(pickle.dumps({"x": np.zeros(2 * 10**8, np.uint8), "y": Y}))(path),
+    "bzip2": lambda path: data_npy(pickle.dumps({"x": bytes(10**9), "y": Y}), zipfile.ZIP_BZIP2)(path),
+    "lzma": lambda path: data_npy(pickle.dumps({"x": bytes(10**8), "y": Y}), zipfile.ZIP_LZMA)(path),
+    "no member": npz(x=np.zeros(3)),
+    "numbers": npz(data=np.zeros(3)),
+    "fractions as labels": npz(data={"x": LAST[:9], "y": np.full(9, 0.5)}),
+    "labels of two axes": npz(data={"x": LAST[:9], "y": np.zeros((9, 2), int)}),
+    "pairs of three": npz(data={"x": np.array([[[1], 2], [[1, 2], 3]], object), "y": [0, 1]}),
+}
+
+
+def make_pfllib(name: str) -> Callable[[Path], Path]:
+    return lambda folder: write_pfllib(folder / "digits") / name
+
+
+def make_fl_bench(name: str) -> Callable[[Path], Path]:
+    return lambda folder: write_fl_bench(folder / "partition").with_name(name)
+
+
+def make_niid_bench(folder: Path) -> Path:
+    return write_niid_bench(folder / "card") / "1.csv"
+
+
+def partition(**changes: Any) -> Change:
+    """Returns a change of the entries of FL-bench's pickle."""
+
+    def change(path: Path) -> None:
+        path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()) | changes))
+
+    return change
+
+
+def of_first_client(rows: Any) -> Change:
+    """Returns a change of the training examples of client 0 in FL-bench's pickle."""
+
+    def change(path: Path) -> None:
+        content = pickle.loads(path.read_bytes())
+        content["data_indices"][0]["train"] = rows
+        path.write_bytes(pickle.dumps(content))
+
+    return change
+
+
+def of_clients(*ids: Any) -> Change:
+    return partition(separation={"train": list(ids), "val": [], "test": [0, 1, 2], "total": 3})
+
+
+FL_BENCH = {
+    **{f"clients {ids}": of_clients(*ids) for ids in ((-1,), (0.7,), ("0",), ([7],), (3,), (0, 0), (None,), (2**70,))},
+    **{f"indices {rows!r}": of_first_client(rows) for rows in (
+        [0.7], [-1], [40], ["1"], [[1]], 3, "12", {1: 2}, [None], [2**70], [True, False], [float("nan")],
+    )},
+    "clients of another kind": partition(data_indices={0: 1}),
+    "no test": partition(separation={"train": [0], "total": 3}),
+    "a separation of another kind": partition(separation=[1]),
+}  # fmt: skip
 
 
 def make_cinic(folder: Path) -> Path:
@@ -583,6 +727,10 @@ def own_rows(read: Callable[..., fd.FederatedData], *parts: str) -> Callable[[Pa
     return lambda folder: values(read(*(folder / part for part in parts)))
 
 
+def load_fl_bench(folder: Path) -> Any:
+    return values(fd.data.from_fl_bench(folder / "partition" / "partition.pkl", LAST, Y))
+
+
 def own_tff(name: str) -> Callable[[Path], Any]:
     def load(folder: Path) -> Any:
         os.environ["FEDJAX_DRIFT_CACHE"] = str(folder / "cache")
@@ -755,8 +903,30 @@ FORMATS = {
         "no axis": idx(b"\0\0\x08\0\0"),
         "uncompressed": lambda path: path.write_bytes(gzip.decompress(path.read_bytes())) and None,
     }),
-    "cifar10 pickle": Format(make_cifar10, dataset("cifar10"), False, PICKLES),
+    "cifar10 pickle": Format(make_cifar10, dataset("cifar10"), False, PICKLES | ANY_PICKLE),
     "cifar100 pickle": Format(make_cifar100, dataset("cifar100"), False, PICKLES),
+    "pfllib npz": Format(make_pfllib("train/1.npz"), own_rows(fd.data.from_pfllib, "digits"), True, PFLLIB),
+    "pfllib config": Format(make_pfllib("config.json"), own_rows(fd.data.from_pfllib, "digits"), False, {
+        "more clients": replaced('"num_clients": 3', '"num_clients": 4'),
+        "no lists": replaced("[[[0", "[], [[[0"), "an empty list": replaced("[[0, 3], [1, 3], [2, 2]]", "[]"),
+        "more lists": replaced("[[[0", "[[[0, 1]], [[0"), "a label of 0.7": replaced("[[[0, ", "[[[0.7, "),
+        "a label twice": replaced("[[[0, ", "[[[0, 1], [0, "), "no dict": written("[3]"),
+    }),
+    "fl-bench pickle": Format(make_fl_bench("partition.pkl"), load_fl_bench, False, ANY_PICKLE | FL_BENCH),
+    "fl-bench stats": Format(make_fl_bench("all_stats.json"), load_fl_bench, False, {
+        "no dict": written("[3]"), "a label of text": replaced('"y": {"0"', '"y": {"a"'),
+        "a label of 0.7": replaced('"y": {"0"', '"y": {"0.7"'), "no labels": replaced('"y"', '"z"'),
+        "a client of text": replaced('"2": {"x"', '"a": {"x"'),
+    }),
+    "niid-bench csv": Format(make_niid_bench, own_rows(fd.data.from_niid_bench, "card"), False, {
+        "a column twice": replaced("Time", "Class"), "no name": replaced("Time", ""), "1_0": replaced("10.0", "1_0.0"),
+        "other digits": replaced("10.0", "\u0661\u0660.0".encode().decode("latin-1")),
+        "a byte-order mark": lambda path: path.write_text(path.read_text(), "utf-8-sig") and None,
+        "not UTF-8": replaced("Time", "\xff"), "a short row": replaced("10.0,", ""), "NUL": replaced("10.0", "\0"),
+        "a long field": replaced("10.0", "1" * 200_000), "an empty field": replaced("10.0", ""),
+        "infinity": replaced("10.0", "inf"),
+        "one number": written("3"),
+    }),
     "cinic png": Format(make_cinic, dataset("cinic10"), True, {
         "bomb": png(60_000), "larger": png(12_000), "wider": png(33), "eps": another_image("EPS"),
         "gif": another_image("GIF"),
@@ -919,6 +1089,7 @@ def in_child(work: Callable[[], tuple[str, str]]) -> tuple[str, str]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default action ends the child, even in C code
         signal.alarm(SECONDS)
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
         try:
@@ -930,7 +1101,8 @@ def in_child(work: Callable[[], tuple[str, str]]) -> tuple[str, str]:
         text = pipe.read()
     status = os.waitpid(pid, 0)[1]
     if os.WIFSIGNALED(status):
-        return ("HANG" if os.WTERMSIG(status) == signal.SIGALRM else "CRASH"), f"signal {os.WTERMSIG(status)}"
+        is_late = os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGXCPU)
+        return "HANG" if is_late else "CRASH", f"signal {os.WTERMSIG(status)}"
     return tuple(json.loads(text)) if text else ("RAW", "said nothing")
 
 

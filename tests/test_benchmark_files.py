@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import pickle
 import shutil
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,7 @@ import numpy as np
 import pytest
 
 import fedjax_drift as fd
-from experiments.ported import __main__ as ported
-from fedjax_drift.data import pickles
+from fedjax_drift.data import files, pickles
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(40, 2, 4, 3)).astype(np.float32)  # [M, C, H, W]
@@ -59,6 +60,8 @@ def test_clients_of_pfllib_have_their_own_test_examples(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_the_ported_experiment_of_pfllib_runs(tmp_path: Path, monkeypatch, capsys) -> None:
+    from experiments.ported import __main__ as ported
+
     folder = write_pfllib(tmp_path / "digits", rng.normal(size=(40, 1, 28, 28)).astype(np.float32))
     monkeypatch.setattr("sys.argv", ["ported", "pfllib", str(folder), "--seeds", "1"])
     ported.main()
@@ -101,6 +104,14 @@ def test_files_of_pfllib_of_several_runs_are_not_mixed(tmp_path: Path) -> None:
     def another_config(folder: Path) -> None:
         (folder / "config.json").write_text('{"num_clients": 3')
 
+    def labels(old: str, new: str) -> Callable[[Path], None]:
+        def change(folder: Path) -> None:
+            text = (folder / "config.json").read_text()
+            assert old in text
+            (folder / "config.json").write_text(text.replace(old, new))
+
+        return change
+
     for k, (change, said) in enumerate(
         {
             other_labels: "config.json: client 2 must have 6 examples of label 0, got 4: the files are of",
@@ -109,6 +120,11 @@ def test_files_of_pfllib_of_several_runs_are_not_mixed(tmp_path: Path) -> None:
             fewer_tests: r"test must have 3 files, as train, got 2",
             a_gap: r"train must have 0.npz to 1.npz, got 2.npz but no 1.npz: copy the missing file",
             another_config: r"config.json is damaged",
+            labels("[[[", "[[], [["): "it must have the labels of 3 clients, got 4 lists: generate the data again",
+            labels(", [[0, 5], [1, 5], [2, 6]]", ""): "it must have the labels of 3 clients, got 2 lists",
+            labels("[[0, 3], [1, 3], [2, 2]]", "[]"): "client 0 must have 0 examples of label 0, got 3",
+            labels("[[[0, 3]", "[[[0, 2], [0, 3]"): "client 0 must have 5 examples of label 0, got 3",
+            labels("[[[0, 3]", "[[[0.7, 3]"): "client 0 must have 0 examples of label 0, got 3",
         }.items()
     ):
         folder = write_pfllib(tmp_path / str(k))
@@ -163,7 +179,7 @@ def test_pickles_of_plain_values_are_read(tmp_path: Path, protocol: int) -> None
     values = {"a": X, "b": [Y[0], {"c": (1, "d", 2.5)}], "e": np.asfortranarray(X[0, 0]), "f": Y.astype(">i4")}
     (tmp_path / "file").write_bytes(pickle.dumps(values, protocol))
     with open(tmp_path / "file", "rb") as file:
-        read = pickles.read(file)
+        read = pickles.read(file, 0)
     for key in "aef":
         np.testing.assert_array_equal(read[key], values[key])
     assert read["b"] == values["b"]
@@ -183,14 +199,28 @@ def test_pickles_that_deceive_numpy_are_refused(tmp_path: Path) -> None:
         (pickle.dumps(ForgedObjects()), "a dtype object with the state .* is not allowed"),
         (long[:at] + (2**28).to_bytes(8, "little") + long[at + 8 :], "not a pickle of plain arrays"),
         (pickle.dumps(np.array([None, 1]))[:-30], "not a pickle of plain arrays"),
-        (b"cnumpy\ndtype\n}b.", "a state of _DTypeMeta is not allowed"),
+        (b"cnumpy\ndtype\n}b.", "a state of function is not allowed"),
     ):
         (tmp_path / "file").write_bytes(content)
         tracemalloc.start()
         with open(tmp_path / "file", "rb") as file, pytest.raises(ValueError, match=said):
-            pickles.read(file)
+            pickles.read(file, 0)
         assert tracemalloc.get_traced_memory()[1] < 2**24
         tracemalloc.stop()
+
+
+def test_values_that_occur_often_count_each_time() -> None:
+    for value, is_right in (
+        ([X] * 2, True),
+        ([["a"] * 100] * 1000, True),
+        ([[0] * 1000] * 10_000, False),
+        ([np.zeros(2**20)] * 9, False),
+        ((b"a" * 10**6,) * 40, False),
+        (np.array([[[0] * 10**4], [0]] * 900 + [1], object), False),
+    ):
+        content = pickle.dumps(value)
+        with nullcontext() if is_right else pytest.raises(files.Wrong, match="too much memory for a file of this size"):
+            pickles.read(io.BytesIO(content), 0)
 
 
 # ---------------------------------------------------------------- FL-bench
@@ -233,9 +263,17 @@ def test_partitions_of_fl_bench_are_read(tmp_path: Path) -> None:
     np.testing.assert_allclose(fd.data.from_fl_bench(path, bytes_, Y, mean=0.5, std=0.25).mean, [0.5])
 
 
+def indices(rows: Any) -> dict[str, Any]:
+    return {"data_indices": [{"train": rows, "val": [], "test": []}] * 3}
+
+
+def clients(*ids: Any) -> dict[str, Any]:
+    return {"separation": {"train": list(ids), "test": [0, 1, 2], "total": 3}}
+
+
 def test_wrong_partitions_of_fl_bench_are_refused(tmp_path: Path) -> None:
     path = write_fl_bench(tmp_path / "sample")
-    with pytest.raises(ValueError, match="it needs 40 examples, got 30: join the training set and the test set"):
+    with pytest.raises(ValueError, match=r"train of client 2 must be in 0\.\.29, got 32\.\.39: join the training set"):
         fd.data.from_fl_bench(path, LAST[:30], Y[:30])
     with pytest.raises(ValueError, match="all_stats.json: client 0 must have 3 examples of label 0, got 0: the files"):
         fd.data.from_fl_bench(path, LAST, Y + 1)
@@ -245,8 +283,33 @@ def test_wrong_partitions_of_fl_bench_are_refused(tmp_path: Path) -> None:
         (
             ({"separation": {"train": [0], "test": [0], "total": 4}}, "must have the indices of 4 clients, got 3"),
             ({"data_indices": [{"train": [0]}] * 3}, "damaged, truncated, too large or of another kind"),
-            ({"data_indices": [{"train": [-1], "val": [], "test": []}] * 3}, r"must have example indices in 0\.\.39"),
+            (
+                {"data_indices": [{"train": [-1], "val": [], "test": []}] * 3},
+                r"train of client 0 must be in 0\.\.39, got -1",
+            ),
             ({"data_indices": [Path("a")] * 3}, "PosixPath is not allowed in it"),
+            *(
+                (indices(rows), said)
+                for rows, said in (
+                    ([0.7], "train of client 0 must be a list of integers, got float64.1.: generate the data again"),
+                    (["1"], "train of client 0 must be numbers: encode text"),
+                    ([[1]], r"must be a list of integers, got int64\[1, 1\]"),
+                    ([True], "must be a list of integers, got bool"),
+                    (3, "must be a list of integers"),
+                    ([2**70], "must be a list of integers, got object"),
+                )
+            ),
+            *(
+                (clients(*ids), said)
+                for ids, said in (
+                    ([-1], r"the clients of train must be in 0\.\.2, got -1\.\.-1"),
+                    ([3], r"the clients of train must be in 0\.\.2, got 3"),
+                    ([0.7], "the clients of train must be a list of integers, got float64"),
+                    (["0"], "the clients of train must be numbers"),
+                    ([[1]], r"the clients of train must be a list of integers, got int64\[1, 1\]"),
+                    ([0, 0], r"the clients of train must be different, got \[0, 0\]"),
+                )
+            ),
         )
     ):
         wrong = write_fl_bench(tmp_path / str(k), **changes)
@@ -304,11 +367,25 @@ def test_wrong_tables_of_niid_bench_are_refused(tmp_path: Path) -> None:
         (text + "a,1,1\n", "1.csv is damaged"),
         ("", "1.csv: it must have at least 1 example with Time, Class, V1, got 0"),
         ("Time,Class,V1\n", "1.csv: it must have at least 1 example"),
-        (text + "1,1,inf\n", "inputs must be finite"),
+        (text + "1,1,inf\n", "card: training data: inputs must be finite"),
+        (text + "1_000,1,1\n", "1.csv: its values must be numbers, got other digits or 1_000"),
+        (text + "\u0661,1,1\n", "1.csv: its values must be numbers, got other digits"),
+        (text + "\uff11,1,1\n", "1.csv: its values must be numbers, got other digits"),
     ):
         path.write_text(content)
         with pytest.raises(ValueError, match=said):
             fd.data.from_niid_bench(folder)
+    path.write_text(text)
+    first = folder / "0.csv"
+    for names, said in (
+        ("Class,Class,V1", "0.csv: its columns must have different names, got Class, Class, V1"),
+        ("Class,,V1", "0.csv: its columns must have different names, got Class, , V1"),
+    ):
+        first.write_text(text.replace("Time,Class,V1", names))
+        with pytest.raises(ValueError, match=said):
+            fd.data.from_niid_bench(folder)
+    first.write_text(text, "utf-8-sig")  # as a spreadsheet writes it
+    assert fd.data.from_niid_bench(folder, y="Time").num_clients == 3
     path.unlink()
     with pytest.raises(ValueError, match=r"must have 0.csv to 1.csv, got 2.csv but no 1.csv"):
         fd.data.from_niid_bench(folder)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import importlib.util
+import io
 import logging
 import re
 import shutil
@@ -43,6 +45,7 @@ class Site:
         self.cuts: list[int] = []  # the next responses end after so many bytes
         self.moved: dict[str, str] = {}  # path -> another path
         self.has_ranges, self.has_lengths, self.packs = True, True, False
+        self.length: str | None = None  # a wrong length of all responses
         self.left = threading.Event()  # the client closed a connection before its end
         self.waits: threading.Event | None = None  # a response that is cut stays open until then
 
@@ -59,7 +62,7 @@ class Site:
         body = self.files[path][start:]
         request.send_response(206 if start else 200)
         if self.has_lengths:
-            request.send_header("Content-Length", str(len(body)))
+            request.send_header("Content-Length", str(len(body)) if self.length is None else self.length)
         if self.packs:
             request.send_header("Content-Encoding", "gzip")
         request.end_headers()
@@ -416,6 +419,89 @@ def test_pooch_prints_nothing(cifar: fd.FederatedData) -> None:
     logger.info("as before")
     logger.removeHandler(handler)
     assert [record.getMessage() for record in said] == ["as before"]
+
+
+@pytest.mark.parametrize("length", ["abc", "-5", "5_0", "1e3", "\xb2", ""])
+def test_a_length_that_is_no_number_is_reported(site: Site, cifar: fd.FederatedData, length: str) -> None:
+    site.length = length
+    with pytest.raises(ConnectionError, match=f"the server has a Content-Length of {length!r}"):
+        downloaded()
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "ftp://127.0.0.1/a", "http://" + "a" * 300, "http:///"])
+def test_a_redirection_to_no_address_is_reported(site: Site, cifar: fd.FederatedData, address: str) -> None:
+    site.moved = {FILE: address}
+    with pytest.raises(ConnectionError, match="cifar100 cannot be downloaded"):
+        downloaded()
+
+
+# ---------------------------------------------------------------- hostile archives
+
+
+def tar(*members: tuple[str, dict[str, Any], bytes]) -> bytes:
+    """A .tar.gz with these names, other fields and contents."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, fields, content in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            for field, value in fields.items():
+                setattr(member, field, value)
+            archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def zip_(*members: tuple[str, bytes], method: int = zipfile.ZIP_DEFLATED) -> bytes:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", method) as archive:
+        for name, content in members:
+            archive.writestr(name, content)
+    return packed.getvalue()
+
+
+def long_header() -> bytes:
+    """A .tar.gz of 64 kB, in which a header has 64 MB."""
+    header = tarfile.TarInfo("././@PaxHeader")
+    header.size, header.type = 2**26, tarfile.XHDTYPE
+    return gzip.compress(header.tobuf() + bytes(2**26 + 1024))
+
+
+MEBIBYTES = bytes(2**26)
+ARCHIVES: dict[str, tuple[bytes, str]] = {
+    "outside": (tar(("../a", {}, b"a")), r"must have files and folders inside of it, got \.\./a"),
+    "absolute": (tar(("/a", {}, b"a")), "must have files and folders inside of it, got /a"),
+    "absolute link": (tar(("a", {"type": tarfile.SYMTYPE, "linkname": "/etc"}, b"")), "inside of it, got a"),
+    "link": (tar(("a", {"type": tarfile.LNKTYPE, "linkname": "../b"}, b"")), "inside of it, got a"),
+    "pipe": (tar(("a", {"type": tarfile.FIFOTYPE}, b"")), "inside of it, got a"),
+    "device": (tar(("a", {"type": tarfile.CHRTYPE}, b"")), "inside of it, got a"),
+    "file as folder": (tar(("a", {}, b"a"), ("a/b", {}, b"b")), ""),
+    "long name": (tar(("a" * 300, {}, b"a")), "File name too long"),
+    "another member": (tar(("a", {}, b"a")), "they must have cifar-100-python, got a"),
+    "nothing": (tar(), "they must have cifar-100-python, got nothing"),
+    "bomb": (tar(("a", {}, MEBIBYTES)), r"must unpack to at most \d+ bytes, got more with a"),
+    "bomb of many": (tar(*((f"{i}", {}, bytes(2**19)) for i in range(9))), r"must unpack to at most \d+ bytes"),
+    "long header": (long_header(), "a header must have at most 1048576 bytes, got 67108864"),
+    "cut": (tar(("a", {}, bytes(range(256)) * 99))[:-50], ""),
+    "no archive": (b"<html>", ""),
+    "zip outside": (zip_(("../a", b"a")), r"inside of it, got \.\./a"),
+    "zip absolute": (zip_(("/a", b"a")), "inside of it, got /a"),
+    "zip, another member": (zip_(("a", b"a")), "they must have cifar-100-python, got a"),
+    "zip bomb": (zip_(("a", MEBIBYTES)), r"must unpack to at most \d+ bytes, got more with a"),
+    "zip, bzip2": (zip_(("a", bytes(2**20)), method=zipfile.ZIP_BZIP2), "inside of it, got a"),
+    "zip, wrong checksum": (zip_(("a", b"abcd"), method=zipfile.ZIP_STORED).replace(b"abcd", b"abce"), "Bad CRC-32"),
+}
+
+
+@pytest.mark.parametrize("name", ARCHIVES)
+def test_hostile_archives_are_refused(tmp_path: Path, site: Site, offer: Callable, name: str) -> None:
+    content, said = ARCHIVES[name]
+    (tmp_path / "cifar-100-python.tar.gz").write_bytes(content)
+    offer("cifar100", [tmp_path / "cifar-100-python.tar.gz"])
+    with pytest.raises(DamagedError, match=f"the files of cifar100 in .* cannot be unpacked .*{said}") as error:
+        downloaded()
+    assert "make room" not in str(error.value)
+    left = [path.name for path in (tmp_path / "data").rglob("*") if path.is_file()]
+    assert sorted(left) == ["cifar-100-python.tar.gz", "lock"] and not (tmp_path / "a").exists()
 
 
 # ---------------------------------------------------------------- without a network

@@ -7,9 +7,12 @@ which pickles.py reads without executing code. NIID-Bench (github.com/Xtra-Compu
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.data import files, joining, pickles
 from fedjax_drift.data.federated import FederatedData, Pair
-from fedjax_drift.data.federated_files import FilePath, check_names, checked_client, column_pair
+from fedjax_drift.data.federated_files import FilePath, check_names, checked_client, column_pair, numbers
 from fedjax_drift.errors import ConfigurationError
 
 AGAIN = "generate the data again, in an empty folder"
@@ -66,19 +69,19 @@ def _numbered(folder: Path, suffix: str, source: str) -> list[Path]:
 
 def _pfllib_client(path: Path) -> Pair:
     with files.opened(path) as file, zipfile.ZipFile(file) as archive:
-        member = archive.getinfo("data.npy")
-        files.must_fit("its compressed arrays", member.file_size, None)
+        member, stored = archive.getinfo("data.npy"), os.fstat(file.fileno()).st_size
+        files.must_unpack([member], stored)
         with archive.open(member) as stream:
             np.lib.format.read_magic(stream)
             np.lib.format.read_array_header_1_0(stream)
-            content = pickles.read(stream)
+            content = pickles.read(io.BufferedReader(stream), stored)  # type: ignore[type-var]
         content = content.item() if isinstance(content, np.ndarray) and content.shape == () else content
         if not isinstance(content, dict):
             raise files.Wrong(f"it must have a dict with x and y, got a {type(content).__name__}: {AGAIN}")
         x, y = column_pair(content, "x", "y")
         if isinstance(x, np.ndarray) and x.dtype == object and x.shape[1:] == (2,):
             x = [tokens for tokens, _ in x]
-        x, y = np.asarray(x), np.asarray(y)
+        x, y = (numbers(values, name) for values, name in ((x, "x"), (y, "y")))
         x = np.ascontiguousarray(np.moveaxis(x, 1, -1)) if x.ndim == 4 else x
         return next(((x, y) for _, x, y in checked_client(path.stem, x, y, len(y))), (x, y))
 
@@ -95,15 +98,24 @@ def _check_config(path: Path, clients: Sequence[Pair], test_clients: Sequence[Pa
             raise files.Wrong(
                 f"num_clients must be the number of files, {len(clients)}, got {config['num_clients']}: {AGAIN}"
             )
-        for i, pairs in enumerate(config["Size of samples for labels in clients"]):
-            if isinstance(pairs[0], list):  # FEMNIST has one pair, without labels
-                _check_labels(i, np.concatenate([clients[i][1], test_clients[i][1]]), dict(pairs))
+        listed = config["Size of samples for labels in clients"]
+        if len(listed) != len(clients):
+            raise files.Wrong(f"it must have the labels of {len(clients)} clients, got {len(listed)} lists: {AGAIN}")
+        for i, pairs in enumerate(listed):
+            if not pairs or isinstance(pairs[0], list):  # FEMNIST has one pair, without labels
+                _check_labels(i, np.concatenate([clients[i][1], test_clients[i][1]]), pairs)
 
 
-def _check_labels(client: int, y: np.ndarray, expected: Mapping[Any, int]) -> None:
-    """Raises `Wrong` unless the numbers of the labels of a client are those that its library has written."""
-    counts = {label: int((y == label).sum()) for label in np.unique(y).tolist()}
-    written = {int(label): number for label, number in expected.items() if number}
+def _check_labels(client: int, y: np.ndarray, pairs: Iterable[tuple[Any, int]]) -> None:
+    """Raises `Wrong` unless the numbers of the labels of a client are those that its library has written.
+
+    pairs: each label, which is text in a JSON dict, and its number.
+    """
+    counts = {str(label): int((y == label).sum()) for label in np.unique(y).tolist()}
+    written: Counter[str] = Counter()
+    for label, number in pairs:
+        written[str(label)] += number
+    written += Counter()  # without zeros
     if counts != written:
         label = min(label for label in counts | written if counts.get(label) != written.get(label))
         raise files.Wrong(
@@ -141,10 +153,8 @@ def from_fl_bench(
     path, test = checks.path("path", path).absolute(), checks.choice("test", test, ("test", "val"))
     x, y = joining.checked_pair(x, y, "the data set")
     with files.opened(path) as file:
-        parts, trained, tested = _fl_bench_parts(pickles.read(file), test)
-        needed = 1 + max(int(rows.max(initial=-1)) for part in parts for rows in part.values())
-        if needed > len(x):
-            raise files.Wrong(f"it needs {needed} examples, got {len(x)}: join the training set and the test set")
+        content = pickles.read(file, os.fstat(file.fileno()).st_size)
+        parts, trained, tested = _fl_bench_parts(content, len(x), test)
     _check_stats(path.with_name("all_stats.json"), parts, y)
     rows, test_rows = [parts[i]["train"] for i in trained], [parts[i][test] for i in tested]
     chosen = np.concatenate([*test_rows, np.zeros(0, np.int64)])
@@ -154,15 +164,38 @@ def from_fl_bench(
     return FederatedData.from_partition(x, y, rows, **options, mean=mean, std=std, name=name)
 
 
-def _fl_bench_parts(content: Any, test: str) -> tuple[list[dict[str, np.ndarray]], list[int], list[int]]:
-    """Returns the indices of all clients, and the ids of the clients that train and of those that are evaluated."""
+def _fl_bench_parts(content: Any, M: int, test: str) -> tuple[list[dict[str, np.ndarray]], list[int], list[int]]:
+    """Returns the indices of all clients, and the ids of the clients that train and of those that are evaluated.
+
+    M: the number of examples of the data set.
+    """
     if not isinstance(content, dict) or not {"data_indices", "separation"} <= content.keys():
         raise files.Wrong(f"it must have FL-bench's data_indices and separation: {AGAIN}")
     clients, separation = content["data_indices"], content["separation"]
     if separation["total"] != len(clients):
         raise files.Wrong(f"it must have the indices of {separation['total']} clients, got {len(clients)}: {AGAIN}")
-    parts = [{split: np.array(part[split], np.int64) for split in ("train", "val", "test")} for part in clients]
-    return parts, list(separation["train"]), list(separation[test])
+    both = f"join the training set and the test set, or {AGAIN}"
+    parts = [
+        {split: _indices(part[split], f"{split} of client {i}", M, both) for split in ("train", "val", "test")}
+        for i, part in enumerate(clients)
+    ]
+    trained, tested = (_indices(separation[split], f"the clients of {split}", len(parts)) for split in ("train", test))
+    for split, ids in (("train", trained), (test, tested)):
+        if len(np.unique(ids)) < len(ids):
+            raise files.Wrong(f"the clients of {split} must be different, got {checks.shown(ids.tolist())}: {AGAIN}")
+    return parts, trained.tolist(), tested.tolist()
+
+
+def _indices(values: Any, name: str, end: int, fix: str = AGAIN) -> np.ndarray:
+    """Returns integers in 0..end - 1, int64 [n]. Raises `Wrong` for others."""
+    array = numbers(values, name)
+    if array.ndim == 1 and not array.size:
+        return array.astype(np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise files.Wrong(f"{name} must be a list of integers, got {array.dtype}{list(array.shape)}: {AGAIN}")
+    if not 0 <= array.min() <= array.max() < end:
+        raise files.Wrong(f"{name} must be in 0..{end - 1}, got {array.min()}..{array.max()}: {fix}")
+    return array.astype(np.int64)
 
 
 def _check_stats(path: Path, parts: list[dict[str, np.ndarray]], y: np.ndarray) -> None:
@@ -170,10 +203,15 @@ def _check_stats(path: Path, parts: list[dict[str, np.ndarray]], y: np.ndarray) 
     if path.exists():
         with files.opened_text(path) as file:
             stats = json.load(file)
+            listed = [client for client in stats if client.isdecimal()]
+            if set(listed) != set(map(str, range(len(parts)))):
+                raise files.Wrong(
+                    f"it must list the clients 0 to {len(parts) - 1}, got {checks.listed(listed)}: {AGAIN}"
+                )
             for i, part in enumerate(parts):
-                rows, written = np.concatenate(list(part.values())), stats.get(str(i), {}).get("y", {})
+                rows, written = np.concatenate(list(part.values())), stats[str(i)]["y"]
                 if sum(written.values()) == len(rows):  # a partition that is iid in part has zeros
-                    _check_labels(i, y[rows], written)
+                    _check_labels(i, y[rows], written.items())
 
 
 def from_niid_bench(folder: FilePath, y: str = "Class", test: Pair | None = None) -> FederatedData:
@@ -200,15 +238,22 @@ def from_niid_bench(folder: FilePath, y: str = "Class", test: Pair | None = None
     names: list[str] = []
     clients = []
     for path in paths:
-        with files.opened_text(path) as file:
+        with files.opened_text(path, "utf-8-sig") as file:
             columns, *rows = list(csv.reader(file)) or [[]]
             names = names or columns
+            if len(set(names)) < len(names) or "" in names:
+                got = checks.listed(names)
+                raise files.Wrong(f"its columns must have different names, got {got}: rename or remove columns")
             if columns != names or not rows:
                 got = "other columns" if rows else "0"
                 raise files.Wrong(f"it must have at least 1 example with {checks.listed(names)}, got {got}: {AGAIN}")
-            table = np.array(rows, np.float64)
+            text = "".join(field for row in rows for field in row)
+            if "_" in text or not text.isascii():  # Python reads 1_000 as a number, and digits of other scripts
+                raise files.Wrong("its values must be numbers, got other digits or 1_000: write plain numbers")
+            table = np.array([[float(field) for field in row] for row in rows])
             labels, _ = column_pair(dict(zip(names, table.T, strict=True)), y, y)
             features = table[:, np.array(names) != y]
             x = checks.converted("the features", features, np.float32, "scale the numbers")
             clients += [(x, labels) for _, x, labels in checked_client(path.stem, x, labels, len(x))]
-    return FederatedData.from_clients(clients, test, name=folder.name)
+    with files.plain_errors(folder):
+        return FederatedData.from_clients(clients, test, name=folder.name)

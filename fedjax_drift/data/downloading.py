@@ -8,6 +8,7 @@ unpacked, and the result gets its final name at once. So no damaged or incomplet
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -16,12 +17,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from fedjax_drift.data.files import one_line
+from fedjax_drift import checks
+from fedjax_drift.data.files import Wrong, one_line
 from fedjax_drift.disk import lock_folder
 from fedjax_drift.errors import ConfigurationError, DamagedError
 
 STEP = 2**16  # bytes that are written at once
 TIMEOUT = (10.0, 60.0)  # seconds without a connection, and without a byte
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+"""Errors of a disk. Other errors of the system are those of an archive, such as a file and a folder with one name."""
 
 
 class File(NamedTuple):
@@ -65,16 +69,14 @@ def download(name: str, wanted: Download, folder: Path) -> None:
     """Downloads a data set into the data folder.
 
     Shows a progress bar on a terminal. Raises ConnectionError if a file cannot be downloaded, DamagedError for a wrong
-    checksum, and ConfigurationError if the folder cannot be written.
+    checksum or files that cannot be unpacked, and ConfigurationError if the folder cannot be written.
     """
     staging, paths = folder / "downloads" / name, list[Path]()
     with lock_folder(staging, "the folder of a download"):
         try:
             for file in wanted.files:
                 paths.append(_fetched(file, staging))
-            shutil.rmtree(staging / "new", ignore_errors=True)
-            (staging / "new").mkdir()
-            new = wanted.unpack(paths, staging / "new")
+            new = _unpacked(name, wanted, paths, staging / "new")
             for top in dict.fromkeys(Path(given).parts[0] for given in wanted.gives):
                 if (folder / top).is_dir():
                     raise ConfigurationError(
@@ -98,6 +100,26 @@ def download(name: str, wanted: Download, folder: Path) -> None:
         shutil.rmtree(staging)
     with contextlib.suppress(OSError):  # another download is unfinished
         staging.parent.rmdir()
+
+
+def _unpacked(name: str, wanted: Download, paths: Sequence[Path], new: Path) -> Path:
+    """Returns the folder inside `new` that has the files or folders of a data set."""
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    try:
+        folder = wanted.unpack(paths, new)
+        if missing := [given for given in wanted.gives if not (folder / given).exists()]:
+            raise Wrong(f"they must have {missing[0]}, got {checks.listed(os.listdir(folder)) or 'nothing'}")
+        return folder
+    except Exception as error:  # a damaged archive can raise any exception
+        shutil.rmtree(new, ignore_errors=True)
+        if isinstance(error, OSError) and error.errno in FULL:
+            raise
+        raise DamagedError(
+            f"the files of {name} in {new.parent} have the published checksums, but cannot be unpacked "
+            f"({one_line(error)}): get {', '.join(wanted.gives[:2])} from another source, and put it into "
+            f"{new.parents[2]}"
+        ) from error
 
 
 def _fetched(file: File, folder: Path) -> Path:
@@ -157,8 +179,11 @@ def _continued(file: File, part: Path, have: int, bar: Any) -> str:
             if not response.ok:
                 return f"the server answers {response.status_code} {response.reason}"
             have = have if response.status_code == 206 else 0  # other servers send the whole file again
-            if (length := int(response.headers.get("Content-Length", file.size - have))) != file.size - have:
-                return f"it must have {file.size} bytes, but the server has {have + length}"
+            length = response.headers.get("Content-Length", str(file.size - have))
+            if length != str(file.size - have):
+                known = length.isascii() and length.isdecimal()
+                has = have + int(length) if known else f"a Content-Length of {length!r}"
+                return f"it must have {file.size} bytes, but the server has {has}"
             bar.n = have
             with open(part, "ab" if have else "wb") as output:
                 for chunk in response.raw.stream(STEP, decode_content=False):
@@ -168,7 +193,7 @@ def _continued(file: File, part: Path, have: int, bar: Any) -> str:
                     if have > file.size:
                         break
             return f"it ends after {have} of {file.size} bytes"
-    except (requests.RequestException, urllib3.exceptions.HTTPError) as error:
+    except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:  # of the headers
         cause = getattr(error.args[0], "reason", error) if error.args else error
         why = one_line(str(cause).rpartition("): ")[2])  # without the text of urllib3's connection
         return f"the connection to {urlsplit(file.address).netloc} failed: {why}"

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import os
 import tarfile
 import zipfile
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
-from fedjax_drift.data import image_files, images
+from fedjax_drift.data import files, image_files, images
 from fedjax_drift.data.downloading import Download, File
+
+ROOM, RATIO = 2**20, 16  # an archive may unpack to so many bytes, and so many times its own; ml-1m.zip, to 4 times
+HEADER = 2**20  # limit in bytes of the header of a file in a tar archive
 
 
 def _as_it_is(paths: Sequence[Path], new: Path) -> Path:
@@ -23,17 +27,53 @@ def _as_it_is(paths: Sequence[Path], new: Path) -> Path:
 
 
 def _unpacked(paths: Sequence[Path], new: Path, into: str = "", inside: str = "") -> Path:
-    """Unpacks archives. into: the folder of `new` for their content. inside: the folder of `new` to return."""
+    """Unpacks archives. into: the folder of `new` for their content. inside: the folder of `new` to return.
+
+    Raises `files.Wrong` for a member that is no file or folder, or is outside of the folder, and if the members exceed
+    the limits above.
+    """
     for path in paths:
-        if zipfile.is_zipfile(path):
-            with zipfile.ZipFile(path) as archive:
-                archive.extractall(new / into)
-        else:
-            with tarfile.open(path) as archive:
-                if hasattr(tarfile, "data_filter"):  # since Python 3.11.4
-                    archive.extraction_filter = tarfile.data_filter  # type: ignore[assignment]
-                archive.extractall(new / into)
+        limit = ROOM + RATIO * path.stat().st_size
+        room = limit
+        for name, size, is_plain in (_zip_members if zipfile.is_zipfile(path) else _tar_members)(path, new / into):
+            room -= size
+            if room < 0:
+                raise files.Wrong(f"{path.name} must unpack to at most {limit} bytes, got more with {name}")
+            if not is_plain or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+                raise files.Wrong(f"{path.name} must have files and folders inside of it, got {name}")
     return new / inside
+
+
+Member = tuple[str, int, bool]
+"""The name of a member of an archive, its size in bytes, and whether it is a usual file or folder."""
+
+
+def _zip_members(path: Path, folder: Path) -> Iterator[Member]:
+    """Yields each member, and unpacks it into the folder if the caller asks for the next one."""
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            # Python unpacks the other methods without a limit.
+            yield member.filename, member.file_size, member.compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+            archive.extract(member, folder)
+
+
+def _tar_members(path: Path, folder: Path) -> Iterator[Member]:
+    """As `_zip_members`, for a .tar.gz."""
+    with _Headers(path) as unpacked, tarfile.open(fileobj=unpacked, mode="r:") as archive:
+        if hasattr(tarfile, "data_filter"):  # since Python 3.11.4
+            archive.extraction_filter = tarfile.data_filter  # type: ignore[assignment]
+        for member in archive:
+            yield member.name, member.size, member.isfile() or member.isdir()
+            archive.extract(member, folder)
+
+
+class _Headers(gzip.GzipFile):
+    """A file that is read in small parts. tarfile reads a header at once, and the header itself says how long it is."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is None or not 0 <= size <= HEADER:
+            raise files.Wrong(f"a header must have at most {HEADER} bytes, got {size}")
+        return super().read(size)
 
 
 def _npz(paths: Sequence[Path], new: Path, name: str) -> Path:

@@ -180,21 +180,39 @@ def read_leaf(folder: Path) -> Iterator[Client]:
                 raise files.Wrong("it must have LEAF's users, num_samples and user_data: copy it again")
             for client, rows in zip(content["users"], content["num_samples"], strict=True):
                 columns = content["user_data"].pop(client)  # pop: parsed JSON takes 30 times the memory of an image
-                x, y = (_numbers(columns[key], f"{key} of client {client!r}") for key in ("x", "y"))
+                x, y = (_narrowed(columns[key], f"{key} of client {client!r}") for key in ("x", "y"))
                 yield from checked_client(client, x, y, rows)
 
 
-def _numbers(values: Any, name: str) -> np.ndarray:
+def _narrowed(values: Any, name: str) -> np.ndarray:
+    """Returns numbers, of which fractions become float32."""
+    array, fix = numbers(values, name), "scale the numbers, and write the file again"
+    return checks.converted(name, array, np.float32, fix) if array.dtype.kind == "f" and array.ndim else array
+
+
+def numbers(values: Any, name: str) -> np.ndarray:
+    """Returns lists of numbers as an array. Raises `Wrong` for anything else.
+
+    Of text, NumPy makes an array in which every item takes as many bytes as the longest. So a small file could fill
+    the memory.
+    """
+    if not _is_numeric(values):
+        raise files.Wrong(f"{name} must be numbers: encode text as integers, and write the file again")
     try:
-        array = checks.exact_array(values)
+        return checks.exact_array(values)
     except ConfigurationError as error:
         raise files.Wrong(f"{name}: {error}") from error
     except ValueError as error:
         raise files.Wrong(
             "all examples of a client must have the same shape: pad them, and write the file again"
         ) from error
-    fix = "scale the numbers, and write the file again"
-    return checks.converted(name, array, np.float32, fix) if array.dtype.kind == "f" and array.ndim else array
+
+
+def _is_numeric(values: Any) -> bool:
+    """Whether values are a number, an array of numbers, or nested lists of them."""
+    if isinstance(values, list | tuple):
+        return all(_is_numeric(value) for value in values if not isinstance(value, int | float))
+    return isinstance(values, int | float) or getattr(values, "dtype", np.dtype(object)).kind in "biuf"
 
 
 def read_fedjax(path: Path, x: str, y: str) -> Iterator[Client]:

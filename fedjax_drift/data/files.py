@@ -13,7 +13,7 @@ import stat
 import textwrap
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, TextIO, TypeVar
 
@@ -26,6 +26,7 @@ from fedjax_drift.errors import ConfigurationError, MissingPackageError
 Arrays = dict[str, np.ndarray]
 Parsed = TypeVar("Parsed")
 UNPACKED = 2**30  # limit in bytes of compressed arrays: a small malicious file could otherwise fill the memory
+ROOM, RATIO = 2**25, 256  # above so many bytes, they may also have at most so many times the stored bytes
 
 
 class Wrong(ValueError):
@@ -117,9 +118,7 @@ def arrays_of(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
             wanted = list(members if names is None else names)
             if missing := [name for name in wanted if name not in members]:
                 raise Wrong(f"it must have {', '.join(wanted)}, got {checks.listed(members)}: add {', '.join(missing)}")
-            sizes = [(members[name].compress_type != zipfile.ZIP_STORED, members[name].file_size) for name in wanted]
-            must_fit("its compressed arrays", sum(size for packed, size in sizes if packed), None)
-            must_fit("its arrays", sum(size for packed, size in sizes if not packed), os.fstat(file.fileno()).st_size)
+            must_unpack([members[name] for name in wanted], os.fstat(file.fileno()).st_size)
             return {name: _array(archive, members[name]) for name in wanted}
 
 
@@ -143,17 +142,32 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         return np.lib.format.read_array(file, allow_pickle=False)
 
 
-def must_fit(what: str, size: int, available: int | None) -> None:
-    """Raises `Wrong` if arrays of `size` bytes do not fit.
+def must_unpack(members: Sequence[zipfile.ZipInfo], stored: int) -> None:
+    """Raises `Wrong` if arrays in a zip archive of ``stored`` bytes do not fit, or need another method to unpack."""
+    for member in members:
+        # Python unpacks bzip2 and lzma without a limit: 4 kB can become 4 GB.
+        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise Wrong(
+                f"{member.filename} must be stored or deflated, got method {member.compress_type} of zip: write it "
+                "with numpy.savez_compressed"
+            )
+    packed = [member.file_size for member in members if member.compress_type == zipfile.ZIP_DEFLATED]
+    must_fit("its compressed arrays", sum(packed), stored, packed=True)
+    must_fit("its arrays", sum(member.file_size for member in members) - sum(packed), stored)
 
-    Uncompressed arrays must not exceed the `available` bytes of the file. Compressed arrays (`available` is None)
-    must not exceed `UNPACKED`.
+
+def must_fit(what: str, size: int, stored: int, packed: bool = False) -> None:
+    """Raises `Wrong` if arrays of `size` bytes do not fit into the memory that a file of ``stored`` bytes may take.
+
+    Uncompressed arrays must not exceed the stored bytes. Compressed arrays must not exceed `UNPACKED` and, if they
+    exceed `ROOM`, not `RATIO` times the stored bytes.
     """
-    if size > (UNPACKED if available is None else available):
-        allowed = f"have at most {available} bytes, the number of stored bytes"
+    limit = min(UNPACKED, max(ROOM, RATIO * stored)) if packed else stored
+    if size > limit:
+        allowed = f"have at most {limit} bytes, the number of stored bytes"
         fix = "copy or write the file again"
-        if available is None:
-            allowed = f"unpack to at most {UNPACKED} bytes"
+        if packed:
+            allowed = f"unpack to at most {limit} bytes"
             fix = "copy the file again, or write it uncompressed with numpy.savez"
         raise Wrong(f"{what} must {allowed}, got {size}: {fix}")
 

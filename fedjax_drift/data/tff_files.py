@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import lzma
+import math
 import os
 import shutil
 import sqlite3
@@ -325,13 +326,18 @@ def _read_h5(path: Path, size: int, x: str, y: str, split: str | None) -> Iterat
     """size: of the file, in bytes."""
     import h5py
 
+    total = {False: 0, True: 0}  # bytes of the columns without and with compression
+
     def values(column: Any) -> np.ndarray:
-        """Returns the values of a column, after a check of its size.
+        """Returns the values of a column, after a check of its size and of that of all columns until now.
 
         HDF5 returns a fill value for values that are not stored. So a small file can declare a huge array.
         """
         packed = column.id.get_create_plist().get_nfilters() > 0
-        files.must_fit(column.name, column.nbytes, None if packed else min(column.id.get_storage_size(), size))
+        needed = max(column.nbytes, math.prod(column.chunks or ()) * column.dtype.itemsize)  # a chunk is unpacked whole
+        total[packed] += column.nbytes
+        files.must_fit(column.name, needed if packed else column.nbytes, column.id.get_storage_size(), packed)
+        files.must_fit(f"{column.name} and those before it", total[packed], size, packed)
         return column[()]
 
     with h5py.File(path, "r") as file:
