@@ -46,9 +46,7 @@ def named_rule(sampling: Any, participation: Any) -> Participation:
 
 def selection_of(rule: Participation, N: int, K: int) -> Selection:
     """Returns the rule for N clients, of which a round selects K. Raises ConfigurationError if it doesn't fit."""
-    for name in ("init", "select", "most", "observe", "available", "expected"):
-        if name in ("init", "select", "most") or getattr(rule, name) is not None:
-            checks.function(f"{name} of {rule.name}", getattr(rule, name), "see fd.participation.Participation")
+    checks.fields(rule, "see fd.participation.Participation")
     checks.choice(f"weights of {rule.name}", rule.weights, ("algorithm", "uniform"))
     capacity = checks.integer(f"most of {rule.name}", rule.most(N, K), 1)
     asked = []

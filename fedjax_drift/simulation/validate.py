@@ -46,18 +46,8 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
             if name == "model" and "equinox" in {base.__module__.partition(".")[0] for base in type(value).__mro__}:
                 hint = "fd.Model(init, apply), made from the arrays and the function of the Equinox module"
             raise ConfigurationError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
-    for kind_name, value, needed, optional in (
-        ("Model", model, ("init", "apply", "loss"), ("train_apply", "features", "head", "extractor", "scores")),
-        (
-            "Algorithm",
-            algorithm,
-            ("init_server", "init_client", "client_update", "server_update"),
-            ("observe", "finish", "report", "complete", "personal"),
-        ),
-    ):
-        for name in (*needed, *(name for name in optional if getattr(value, name) is not None)):
-            checks.function(f"{kind_name}.{name}", getattr(value, name))
-    checks.flag("Model.cosine", model.cosine)
+    checks.fields(model)
+    checks.fields(algorithm)
     if model.statistics is not None and not isinstance(model.statistics, Statistics):
         raise ConfigurationError(
             f"Model.statistics must be of type Statistics, got {checks.shown(model.statistics)}: pass the option to "
@@ -163,6 +153,7 @@ def check_aggregation(
             f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
             "pass fd.aggregation.clipped(1.0), for example; None means the weighted mean"
         )
+    checks.fields(aggregation, "see fd.aggregation.Aggregation")
     if (participation.weights == "uniform" or participation.expected) and "weights" in algorithm.requires:
         raise ConfigurationError(
             f"{algorithm.name} needs a participation rule that keeps the weights of the clients, got "
