@@ -241,12 +241,8 @@ def nnx_fields(
 def example_of(input_shape: Any, options: dict[str, Any]) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of a batch of one example. Removes ``input_dtype`` from the options."""
     input_dtype = options.pop("input_dtype", jnp.float32)
-    try:
-        dtype = jnp.dtype(input_dtype)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"input_dtype must be a dtype such as jnp.int32, got {checks.shown(input_dtype)}"
-        ) from error
+    is_number = lambda dtype: dtype.kind == "b" or jnp.issubdtype(dtype, jnp.number)  # noqa: E731
+    dtype = checks.dtype("input_dtype", input_dtype, "a dtype of numbers such as jnp.int32", is_number)
     return jax.ShapeDtypeStruct((1, *checks.shape("input_shape", input_shape)), dtype)
 
 

@@ -7,6 +7,7 @@ its value is unknown. (A sweep traces the hyper-parameters that it varies.)
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import os
 import re
@@ -15,7 +16,8 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -81,6 +83,16 @@ def fraction(name: str, value: Any, fix: str = "") -> float:
 def probability(name: str, value: Any) -> float:
     """The value as a float; ValueError unless it is in 0..1."""
     return number(name, value, "a probability in 0..1", lambda v: 0 <= v <= 1)
+
+
+def target(name: str, value: Any, metric: str) -> float:
+    """Returns the target of a metric as a float. Raises ValueError unless it is a finite number, and in 0..1 if the
+    name of the metric ends in "accuracy"."""
+    result = number(name, value, "a finite number", math.isfinite, computed=False)
+    if metric.endswith("accuracy") and not 0 <= result <= 1:
+        fix = f": pass {result / 100:g} for {result:g} %" if 1 < result <= 100 else ""
+        raise ConfigurationError(f"{name} must be an accuracy in 0..1, got {result:g}{fix}")
+    return result
 
 
 def number(
@@ -167,8 +179,18 @@ def choices(name: str, value: Any, allowed: Iterable[str]) -> tuple[str, ...]:
     allowed = tuple(allowed)
     if isinstance(value, bool | np.bool):
         return allowed if value else ()
-    several = isinstance(value, Iterable) and not isinstance(value, str | Mapping | type)
-    return tuple(choice(name, one, allowed) for one in (tuple(value) if several else (value,)))
+    several = items(value)
+    return tuple(choice(name, one, allowed) for one in ([value] if several is None else several))
+
+
+def items(value: Any) -> list[Any] | None:
+    """The items of a list, an array or another iterable. None for any other value, and for a text, a dict, a class, and
+    an array that is donated or has no axes."""
+    if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping | type):
+        return None
+    if getattr(value, "ndim", 1) == 0 or isinstance(value, jax.Array) and value.is_deleted():
+        return None
+    return list(value)
 
 
 def text(name: str, value: Any, fix: str = "") -> str:
@@ -176,23 +198,44 @@ def text(name: str, value: Any, fix: str = "") -> str:
     return str(instance(name, value, str, fix))
 
 
-def function(name: str, value: Any, fix: str = "") -> Any:
-    """Returns the value. Raises ValueError unless it is callable."""
-    if not callable(value):
-        raise ConfigurationError(f"{name} must be a function, got {shown(value)}" + (f": {fix}" if fix else ""))
-    return value
+def function(name: str, value: Any, fix: str = "", takes: int | None = None) -> Any:
+    """Returns the value. Raises ValueError unless it is callable, and accepts its arguments by position.
 
-
-def functions(value: Any, name: Callable[[str], str] = str) -> None:
-    """Checks the fields of a NamedTuple that are functions according to their annotations.
-
-    name: the name of a field in a message. Raises ValueError for a field that is not callable. None is allowed if it is
-    the default.
+    takes: the number of arguments, or None if any number is allowed.
     """
-    for field, annotation in type(value).__annotations__.items():
-        part, optional = getattr(value, field), type(value)._field_defaults.get(field, field) is None
-        if "Callable" in str(annotation) and not (part is None and optional):
-            function(name(field), part, f"see {type(value).__name__}" + ", or None" * optional)
+    allowed, got = "a function", shown(value)
+    if callable(value):
+        try:  # not the signature of the function inside: a decorator may change the number of arguments
+            signature = inspect.signature(value, follow_wrapped=False)
+            if takes is not None:
+                signature.bind(*range(takes))
+            fits = True
+        except ValueError:  # it has no signature, as many builtin functions and all classes like int
+            fits = not isinstance(value, type)
+        except TypeError:
+            fits, allowed = False, f"a function of {takes} argument{'s' * (takes != 1)}"
+            got = f"{getattr(value, '__name__', type(value).__name__)}{signature}"
+        if fits:
+            return value
+    raise ConfigurationError(f"{name} must be {allowed}, got {got}" + (f": {fix}" if fix else ""))
+
+
+def fields(value: Any, fix: str = "") -> None:
+    """Checks the functions, the flags and the texts among the fields of a NamedTuple, such as those of a `Model`.
+
+    The annotation of a field says how many arguments its function takes, and whether the field may be None.
+    """
+    kind = type(value)
+    for name, annotation in get_type_hints(kind).items():
+        members = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
+        field, expected = getattr(value, name), next((one for one in members if get_origin(one) is Callable), None)
+        if annotation is bool:
+            flag(f"{kind.__name__}.{name}", field)
+        elif annotation is str:
+            text(f"{kind.__name__}.{name}", field)
+        elif expected is not None and not (field is None and type(None) in members):
+            arguments = get_args(expected)[0]
+            function(f"{kind.__name__}.{name}", field, fix, None if arguments is ... else len(arguments))
 
 
 def instance(name: str, value: Any, kind: type, fix: str = "") -> Any:
@@ -348,14 +391,22 @@ def exact_array(values: Any) -> np.ndarray:
     return array
 
 
-def floating_dtype(name: str, value: Any) -> None:
-    """Raises ValueError unless the value is a floating-point dtype."""
-    try:
-        floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:  # not a dtype
-        floating = False
-    if not floating:
-        raise ConfigurationError(f"{name} must be floating-point, got {value}: pass jnp.bfloat16, for example")
+def dtype(name: str, value: Any, allowed: str, ok: Callable[[np.dtype], Any], fix: str = "") -> np.dtype:
+    """Returns the value as a dtype. Raises ValueError unless it is the name of a dtype, a scalar type or a dtype, of at
+    most 8 bytes, and ok(dtype)."""
+    try:  # other values, such as an array, may have a dtype or be converted to one
+        result = jnp.dtype(value) if isinstance(value, np.dtype | type | str) else None
+    except (TypeError, ValueError):
+        result = None
+    if result is None or result.itemsize > 8 or not ok(result):
+        raise ConfigurationError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
+    return result
+
+
+def floating_dtype(name: str, value: Any) -> np.dtype:
+    """Returns the value as a dtype. Raises ValueError unless it is a floating-point dtype."""
+    is_floating = lambda dtype: jnp.issubdtype(dtype, jnp.floating)  # noqa: E731
+    return dtype(name, value, "a floating-point dtype", is_floating, "pass jnp.bfloat16, for example")
 
 
 def nearest(value: Any, known: Iterable[str]) -> str:

@@ -88,6 +88,22 @@ def by_path(params: Params) -> dict[str, Any]:
     return named
 
 
+def arrays(params: Params) -> dict[str, np.ndarray]:
+    """The leaves of parameters as NumPy arrays, by path. Raises ConfigurationError unless they are one or more arrays
+    of numbers."""
+    result: dict[str, np.ndarray] = {}
+    for path, leaf in by_path(params).items():
+        where = f"params, at {path or 'its root'},"
+        try:
+            result[path] = np.asarray(leaf)
+        except Exception as error:  # a key, or a donated array
+            raise ConfigurationError(f"{where} must be an array, got a {type(leaf).__name__} ({error})") from error
+        checks.array(where, result[path].reshape(-1))
+    if not result:
+        raise ConfigurationError(f"params must have at least one array, got {checks.shown(params)}: pass state.params")
+    return result
+
+
 def path_of(path: Any) -> str:
     """The path of a leaf as text, from the path that `jax.tree_util.tree_leaves_with_path` gives."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

@@ -90,6 +90,7 @@ def recorded(factory: Callable[P, R]) -> Callable[P, R]:
         arguments = {name: _as_float(value) if name in floats else value for name, value in bound.arguments.items()}
         return made._replace(recipe=Recipe(make, signature, arguments, made))
 
+    make.__signature__ = signature  # type: ignore[attr-defined]  # of a factory that is passed without parentheses
     return make
 
 

@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Union
@@ -73,18 +72,14 @@ def rounds_to_target(
       A dict from the name of a run to a list with one `Reached` per seed. The name of a single history is "".
 
     Raises:
-      ValueError: the target is not a finite number, or is an accuracy above 1; or no record has the key, or the unit.
+      ValueError: the target is not a finite number, in 0..1 for an accuracy; or no record has the key, or the unit.
 
     >>> history = [{"round": 10, "accuracy": 0.5}, {"round": 20, "accuracy": 0.9}, {"round": 30, "accuracy": 0.8}]
     >>> rounds_to_target({"FedAvg": history}, 0.7)
     {'FedAvg': [Reached(round=20, after=10)]}
     """
-    target = checks.number("target", target, "a finite number", math.isfinite, computed=False)
     key, by = checks.text("key", key, "an entry of the records"), checks.choice("by", by, UNITS)
-    if key == "accuracy" and target > 1:
-        raise ConfigurationError(
-            f"target must be an accuracy in 0..1, got {target:g}: pass {target / 100:g} for {target:g} %"
-        )
+    target = checks.target("target", target, key)
     histories = by_run(records)
     reached: dict[str, list[Reached]] = {}
     for name, seeds in measured(histories, key).items():

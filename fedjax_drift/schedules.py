@@ -32,7 +32,7 @@ def checked(name: str, schedule: Any) -> Any:
     example = "pass a number, or optax.cosine_decay_schedule(0.1, decay_steps=500), for example"
     try:
         value = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
-        shape, dtype = jnp.shape(value), jnp.result_type(value)
+        shape, dtype = value.shape, value.dtype
     except Exception as error:
         raise ConfigurationError(
             f"{name} must be a number, or a function of the round that returns a number, got one that fails "

@@ -17,7 +17,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from fedjax_drift import checks
 from fedjax_drift.devices.distributed import is_first
@@ -106,13 +106,14 @@ class Track:
 
     def __call__(self, *call: Any) -> None:
         """Sends one record: ``track(record)``, or ``track(seed, setting, record)`` as `fedjax_drift.sweep` does."""
-        *labels, record = call
-        if not isinstance(record, Mapping) or not isinstance(record.get("round"), int):
+        if len(call) not in (1, 3):
             raise ConfigurationError(
-                f"a record must be a dict with a round, got {checks.shown(record)}: pass one record of a history"
+                f"a call must be track(record) or track(seed, setting, record), got {len(call)} arguments"
             )
+        *labels, record = call
+        record = _checked(record)
         self._stop = signal.getsignal(signal.SIGINT)  # that of `Simulation.run`, which returns normally after Ctrl-C
-        record = dict(zip(("seed", "setting"), labels, strict=False)) | dict(record)
+        record = dict(zip(("seed", "setting"), labels, strict=False)) | record
         self.start(record.pop("seed", None), record.pop("setting", None), record)
 
     def start(self, seed: int | None = None, setting: Mapping[str, Any] | None = None, *records: Record) -> None:
@@ -120,17 +121,21 @@ class Track:
 
         Otherwise the first record creates it, and the ``seconds`` of the second round include the time of that.
         """
-        labels = dict(setting or {}) | ({} if seed is None else {"seed": seed})
+        if setting is not None:
+            checks.instance("setting", setting, Mapping, 'pass {"lr": 0.1}, for example')  # type: ignore[type-abstract]
+        labels = dict(setting or {}) | ({} if seed is None else {"seed": checks.integer("seed", seed, 0)})
+        sent = [_checked(record) for record in records]
         parts = [f"seed-{value}" if key == "seed" else f"{key}={value}" for key, value in labels.items()]
         name = "-".join([self.name, *parts])
         if is_first():
             run = self._runs.setdefault(name, _Run(self, name, self.config | labels))
-            run.pending += records
+            run.pending += sent
             if not run.failed:
                 run.send()
 
     def close(self, status: Status = "finished") -> None:
         """Closes the tracked runs as "finished", "failed" or "killed". The end of a ``with`` block calls it."""
+        checks.choice("status", status, get_args(Status))
         stopped = isinstance(self._stop, Stop) and self._stop.requested
         while self._runs:
             self._runs.popitem()[1].close("killed" if stopped and status == "finished" else status)
@@ -140,6 +145,16 @@ class Track:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close("finished" if kind is None else "failed" if issubclass(kind, Exception) else "killed")
+
+
+def _checked(record: Any) -> Record:
+    """The record. Raises ValueError unless it is a dict with a round."""
+    number = record.get("round") if isinstance(record, Mapping) else None
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise ConfigurationError(
+            f"a record must be a dict with a round, got {checks.shown(record)}: pass one record of a history"
+        )
+    return dict(record)
 
 
 class _Run:

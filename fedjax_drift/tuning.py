@@ -42,8 +42,23 @@ class Range(NamedTuple):
     high: float
     log: bool = True  # whether the logarithm is uniform; low must then be > 0
 
+    def check(self, name: str) -> None:
+        """Raises ValueError unless the interval is not empty, and finite, and its logarithm is defined if it is used.
+
+        name: of the interval in the message.
+        """
+        low, high = (
+            checks.number(f"{name}.{end}", value, "a finite number", math.isfinite, computed=False)
+            for end, value in zip(("low", "high"), self[:2], strict=True)
+        )
+        if low > high or checks.flag(f"{name}.log", self.log) and low <= 0:
+            allowed = "0 < low <= high, or low <= high with log=False"
+            raise ConfigurationError(f"{name} must have {allowed}, got {low:g} and {high:g}")
+
     def at(self, u: float) -> float:
-        """The value at the fraction u of the interval, with three digits."""
+        """The value at the fraction u of the interval, in 0..1, with three digits."""
+        self.check("the range")
+        u = checks.number("u", u, "in 0..1", lambda v: 0 <= v <= 1, computed=False)
         if self.log:
             value = math.exp(math.log(self.low) + u * (math.log(self.high) - math.log(self.low)))
         else:
@@ -93,13 +108,7 @@ def _checked(name: str, ranges: Mapping[str, Range]) -> dict[str, Range]:
     checks.instance(name, ranges, Mapping, 'pass {"lr": Range(0.01, 1.0)}, for example')  # type: ignore[type-abstract]
     for key, interval in ranges.items():
         checks.instance(f"{name}[{key!r}]", interval, Range)
-        low, high = (
-            checks.number(f"{name}[{key!r}].{end}", value, "a finite number", math.isfinite, computed=False)
-            for end, value in zip(("low", "high"), interval[:2], strict=True)
-        )
-        if low > high or interval.log and low <= 0:
-            allowed = "0 < low <= high, or low <= high with log=False"
-            raise ConfigurationError(f"{name}[{key!r}] must have {allowed}, got {low:g} and {high:g}")
+        interval.check(f"{name}[{key!r}]")
     return dict(ranges)
 
 

@@ -159,8 +159,20 @@ def path(either: Sequence[Any] = ("", ".", "no/such/folder", "a\0b", Path(), "~n
     return Kind([v for v in ANYTHING if not isinstance(v, str)], [], [*either, "nothing_here"])
 
 
-def function() -> Kind:
-    return Kind([v for v in ANYTHING if not callable(v)])
+OF_ARGUMENTS: list[Any] = [lambda: 0, lambda a: 0, lambda a, b: 0, lambda a, b, c: 0, lambda a, b, c, d: 0]
+OF_ARGUMENTS += [lambda a, b, c, d, e: 0, lambda a, b, c, d, e, f: 0]
+
+
+def function(takes: int = 1) -> Kind:
+    """The kind of a function of so many arguments. A class such as int is none."""
+    others = [each for number, each in enumerate(OF_ARGUMENTS) if number != takes]
+    return Kind([*(v for v in ANYTHING if not callable(v)), int, dict, *others])
+
+
+def dtype(*fine: Any, allow: Sequence[Any] = ()) -> Kind:
+    wrong = [*ANYTHING, np, jnp, [0.5], {"a": 1}, "bfloat", "f4,f4", "S3", b"f4", np.zeros(2), "O", object]
+    free = (None, int, float, *allow)
+    return Kind([v for v in wrong if not any(v is each for each in free)], [*fine, float])
 
 
 def shape() -> Kind:
@@ -359,7 +371,16 @@ BAD_LOSSES += [
     for labels in (BINARY, BINARY.astype(np.float32), BINARY.astype(np.uint8))
 ]
 BAD_LOSSES += [(lambda z, y: bce(z, y) - bce(z, y).mean(), BINARY, None), (lambda z, y: z[::-1] * y, BINARY, None)]
+ONE_HOT = [
+    lambda z, y: optax.softmax_cross_entropy(z, jax.nn.one_hot(y, 3)),
+    lambda z, y: optax.softmax_cross_entropy(z, optax.smooth_labels(jax.nn.one_hot(y, 3), 0.1)),
+    lambda z, y: optax.sigmoid_focal_loss(z, jax.nn.one_hot(y, 3)).sum(-1),
+    lambda z, y: (1 - jnp.exp(-CE(z, y))) * CE(z, y),
+]
+BAD_LOSSES += [(loss, labels, 3) for loss in ONE_HOT for labels in (Y + 1, Y - 1, np.where(Y == 2, -100, Y))]
 GOOD_LOSSES = [
+    *((loss, Y, 3) for loss in ONE_HOT),
+    *((lambda z, y, loss=loss: jnp.where(y < 0, 0, loss(z, jnp.maximum(y, 0))), Y - 1, 3) for loss in ONE_HOT),
     *((loss, labels, 1) for loss in OF_COLUMN for labels in (BINARY, BINARY.astype(np.float32) * 0.9, BINARY > 0)),
     *((CE, labels, columns) for labels in (Y, Y.astype(np.uint8)) for columns in (3, 5)),
     (lambda z, y: optax.hinge_loss(z, y.astype(z.dtype)), BINARY * 2 - 1, None),
@@ -443,8 +464,10 @@ def simulation() -> Iterator[Call]:
     }
     valid = {"model": MODEL, "data": DATA, "algorithm": fd.algorithms.fedavg(), "cohort_size": 2}
     yield Call("fd.Simulation", fd.Simulation, valid, kinds)
-    functions = ("train_apply", "features", "head", "extractor", "scores")
-    fields = dict.fromkeys(functions, optional(function())) | dict.fromkeys(("init", "apply", "loss"), function())
+    fields = dict.fromkeys(("features", "head", "extractor", "scores"), optional(function(2)))
+    fields |= {"train_apply": optional(function(3)), "init": function(), "apply": function(2), "loss": function(2)}
+    fields |= {"merged": optional(function()), "vocabulary": optional(only(int, range, np.ndarray, list, tuple))}
+    fields["vocabulary"] = Kind([RAGGED, [], "a", 0, -1, 0.5, np.array(None), KEY, DONATED], [None, 9, (9, 9), [9]])
     valid = {"init": MODEL.init, "apply": MODEL.apply}
     yield Call("fd.Simulation of fd.Model", of_model, valid, fields | {"cosine": flag()})
 
@@ -454,7 +477,8 @@ def of_model(**fields: Any) -> fd.Simulation:
 
 
 def measures() -> Kind:
-    nonsense = [*NOTHING, *THINGS, 0.5, 3, "adam", ["adam"], [1], {"a": 1}, {}, ["labels", "adam"]]
+    nonsense = [*NOTHING, *THINGS, *ARRAYS[:3], DONATED, KEY, np.array(0.5), jnp.zeros(2)]
+    nonsense += [0.5, 3, "adam", ["adam"], [1], {"a": 1}, {}, ["labels", "adam"]]
     return Kind(nonsense, [*MEASURES, True, False, (), [*MEASURES], np.True_])
 
 
@@ -492,13 +516,15 @@ def of_runs() -> dict[str, Kind]:
         "measure_every": integer(),
         "progress": optional(flag())._replace(odd=[False, np.False_]),
         "on_round": without_none(function())._replace(odd=[None, print]),
+        "until": without_none(Kind(function().nonsense + [fd.until.reaches, fd.until.time], [fd.until.stalls()])),
         "checkpoints": optional(only(str, fd.Checkpoints))._replace(either=["", "a\0b"]),
     }
 
 
 def sweeps() -> Iterator[Call]:
     seeds = Kind(
-        [*NOTHING, *TEXTS, *THINGS, *BOOLS, *UNREAL, [], (), 3, [0, 0], [-1], [2**32], [0.5], ["a"], [None], [True]],
+        [*NOTHING, *TEXTS, *THINGS, *ARRAYS, *BOOLS, *UNREAL, np.array(1)]
+        + [[], (), 3, [0, 0], [-1], [2**32], [0.5], ["a"], [None], [True]],
         [[0, 1], range(2), np.arange(2), {0, 1}, (np.int64(3),), jnp.arange(2)],
     )
     values = Kind(
@@ -714,6 +740,7 @@ def readers() -> Iterator[Call]:
     texts = {"who": [*"abcdabcd"], "marks": ["1", "?"] * 4, "kind": pd.Categorical([*"abcdabcd"])}
     numbers = {"age": X[:, 0] + 0.5, "dose": X[:, 1], "y": Y, "minus": -Y, "flag": Y > 1, "gaps": [None, *range(7)]}
     extreme = {"large": large, "unsigned": large.astype("u8") + 2**63, "large float": 1e300 * X[:, 2].astype(float)}
+    sparse: list[str] = []
     others = {"date": pd.date_range("2026", periods=8), **{f"feature {k}": 0 for k in range(40)}}
     frame = pd.DataFrame(texts | numbers | extreme | others)
     nonsense = [*ANYTHING, "marks", "date", "gaps", "kind", "who", "large float"]
@@ -723,8 +750,16 @@ def readers() -> Iterator[Call]:
         "x": Kind([*nonsense, *several, "large", "unsigned"], [["age", "dose"], "age", "minus", ("age", "flag"), "y"]),
         "y": Kind(nonsense, ["y", "minus", "flag", "age"]),
         "client": Kind([*ANYTHING, "date", "gaps", "age", "flag"], ["who", "unsigned", "minus", "kind", "marks"]),
-        "dtype": Kind([object, "adam", "O", "?", "i4", np.uint8, int], [None, "f2", np.float64, float, "<f4"]),
+        "dtype": dtype(None, "f2", np.float64, "<f4", allow=[None])._replace(either=[int]),
+        "test": without_none(Kind([*ANYTHING, frame[:0], frame[["y"]]], [frame])),
+        "client_tests": optional(Kind(flag().nonsense, [False])),
+        "name": only(str),
     }
+    for values in (X[:, 0], Y, Y > 1, -Y, [0.0] * 8):
+        frame[f"sparse {len(sparse)}"] = pd.arrays.SparseArray(values)
+        sparse.append(f"sparse {len(sparse)}")
+    kinds["x"] = Kind(kinds["x"].nonsense, [*kinds["x"].odd, *sparse, sparse])
+    kinds["y"] = Kind(kinds["y"].nonsense, [*kinds["y"].odd, *sparse])
     valid = {"frame": frame, "x": "age", "y": "y", "client": "who"}
     yield Call("fd.data.from_pandas", fd.data.from_pandas, valid, kinds)
     of_large = {"dtype": Kind(["i4", "u1", "f4", "f2", None], ["i8", np.uint64, "f8"])}
@@ -782,6 +817,11 @@ def logs() -> Iterator[Call]:
     kinds["config"] = Kind([*TEXTS, *THINGS, 3, 0.5, [1]], [None, {}, {"a": {"b": object()}}])
     yield Call("fd.logs.Track", fd.logs.Track, {"tracker": "tensorboard", "folder": "log"}, kinds)
     record = Kind([value for value in ANYTHING if not isinstance(value, dict)], [HISTORY[0]], like=HISTORY[0])
+    setting = without_none(Kind([v for v in ANYTHING if not isinstance(v, dict)], [{}, {"lr": 0.1}]))
+    kinds = {"seed": without_none(integer(0, sound=[0, np.int64(3)])), "setting": setting}
+    yield Call("track.start", started, {}, kinds | {"status": choice("failed")})
+    records = Kind([*record.nonsense, {}, {"round": "1"}, {"round": True}], [HISTORY[0], {"round": 3}])
+    yield Call("track(seed, setting, record)", tracked, {}, kinds | {"record": records})
     yield Call("log(record)", logged, {"folder": "log", "before": []}, {"record": record})
     yield Call("fd.logs.read", fd.logs.read, {}, {"path": path()})
 
@@ -789,6 +829,17 @@ def logs() -> Iterator[Call]:
 def logged(record: Any = HISTORY[0], **given: Any) -> None:
     with fd.logs.Log(**given) as log:
         log(record)
+
+
+def started(seed: Any = None, setting: Any = None, status: Any = "finished") -> None:
+    track = fd.logs.Track("tensorboard", "log")
+    track.start(seed, setting)
+    track.close(status)
+
+
+def tracked(seed: Any = 0, setting: Any = None, record: Any = HISTORY[0]) -> None:
+    with fd.logs.Track("tensorboard", "log") as track:
+        track(seed, setting, record)
 
 
 def plots() -> Iterator[Call]:
@@ -824,6 +875,7 @@ def plots() -> Iterator[Call]:
     interval = fd.tuning.Range(0.1, 1.0)
     no_ranges = [*NOTHING, *TEXTS, *THINGS, [1], {"lr": 1}, {"lr": interval._replace(low=0.0)}]
     no_ranges += [{"lr": interval._replace(low=low)} for low in (2.0, "a", None, float("nan"))]
+    no_ranges += [{"lr": interval._replace(log=log)} for log in flag().nonsense]
     of_ranges = Kind(no_ranges, [{}, {"lr": interval}, {"lr": fd.tuning.Range(-1, 1, log=False)}])
     drawn = {"shared": of_ranges, "own": of_ranges, "number": integer(1, 10_000), "name": only(str, np.str_)}
     drawn["algorithm"] = drawn["name"]
@@ -950,12 +1002,16 @@ def models() -> Iterator[Call]:
     fresh = Kind(["(", "nowhere", 3, [], lambda path: 3], [None, ".", lambda path: True])
     of_file = {"model": only(fd.Model), "path": path(), "names": names, "fresh": fresh}
     yield Call("fd.models.load_params", fd.models.load_params, {"model": MODEL, "path": "params.npz"}, of_file)
-    dtype = Kind([int, 3, "adam", object(), [], "int32", ..., lambda: 0], [jnp.float32, "bfloat16", np.float16])
-    yield Call("model.computing_in", MODEL.computing_in, {}, {"dtype": dtype})
+    floats = dtype(jnp.float32, "bfloat16", np.float16)
+    floats = floats._replace(nonsense=[*floats.nonsense, int, None, "int32"])
+    yield Call("model.computing_in", MODEL.computing_in, {}, {"dtype": floats})
+    yield Call("fd.models.to_torch", fd.models.to_torch, {"params": params}, {"params": of_params["params"]})
+    no_modules = only()._replace(nonsense=[v for v in ANYTHING if v is not None])
+    yield Call("to_torch with a module", fd.models.to_torch, {"params": params}, {"module": no_modules})
     kinds = {
         "module": Kind([*ANYTHING, Net, nnx.Rngs(0)], [Net()]),
         "input_shape": shape()._replace(odd=[(3,), [3]]),
-        "input_dtype": Kind([3, object(), "adam"], [jnp.float32, "float32"]),
+        "input_dtype": dtype(jnp.float32, "float32", allow=[1j])._replace(either=[int]),
         "statistics": Kind([3, object(), "adam", [], {}, "average"], [None]),  # the module has no running statistics
     }
     yield Call("fd.Model.from_linen", fd.Model.from_linen, {"module": Net(), "input_shape": (3,)}, kinds)
@@ -987,8 +1043,9 @@ def participation() -> Iterator[Call]:
         ("trace", {"available": [[True]]}, {"available": seen, **base}),
     ):
         yield Call(f"fd.participation.{name}", getattr(rules, name), arguments, kinds)
-    fields = {"select": function(), "most": function(), "distinct": Kind(), "weights": choice("algorithm", "uniform")}
-    fields |= {name: optional(function()) for name in ("observe", "available", "expected")} | {"init": function()}
+    fields = {"select": function(5), "most": function(2), "init": function(2), "distinct": flag(), "name": only(str)}
+    fields |= {"observe": optional(function(3)), "available": optional(function(4)), "expected": optional(function(2))}
+    fields["weights"] = choice("algorithm", "uniform")
     yield Call("a rule", with_rule, {}, {name: kind for name, kind in fields.items() if kind.nonsense})
 
 
@@ -1004,7 +1061,7 @@ def shifts() -> Iterator[Call]:
     finite = Kind([*NO_NUMBER], [0, -1, np.float32(0.5)])
     pairs = Kind([*no_array, 3, 0.5, [0, 1], [(0, 0)], [(0, 1), (1, 2)], [(-1, 2)], [(0.5, 1)]], [[(0, 2)], ((0, 1),)])
     rounds = Kind([*no_array, 0.5, -1, [-1], [[None]], True], [3, [2, 5], np.int64(2), jnp.array([1])])
-    one = {"shift": function()}
+    one = {"shift": Kind(function(5).nonsense + [int, shift.rotate, shift.none], [lambda key, t, i, x, y: (x, y)])}
     for name, arguments, kinds in (
         ("gaussian_noise", {"sigma": 1.0}, {"sigma": nonnegative(), "by": by}),
         ("rotate", {"degrees": 45.0}, {"degrees": finite, "by": by}),
@@ -1022,7 +1079,7 @@ def shifts() -> Iterator[Call]:
     yield Call("fd.shift.mixture", lambda weights: shift.mixture(weights, swap), {"weights": [1]}, {"weights": weights})
     domains = Kind([*no_array[1:], 3, [1.0], [-1], [2], [True]], [None, [1, 0], jnp.zeros(3, int)])
     yield Call("fd.shift.domains", lambda of: shift.domains(swap, swap, of=of), {"of": None}, {"of": domains})
-    kinds = {"shift": function(), "test": optional(choice("present", "first", "both")), "seed": integer(0)}
+    kinds = {"shift": function(5), "test": optional(choice("present", "first", "both")), "seed": integer(0)}
     yield Call("data.shifted", DATA.shifted, {"shift": swap}, kinds)
     kinds = {"client": integer(0, 2, [np.int64(1)])._replace(odd=["x"]), "round": integer(0), "test": Kind()}
     yield Call("data.examples", DATA.shifted(swap).examples, {"client": 0}, {n: kinds[n] for n in ("round",)})
@@ -1031,13 +1088,14 @@ def shifts() -> Iterator[Call]:
 def codecs() -> Iterator[Call]:
     compression, fedavg = fd.compression, fd.algorithms.fedavg()
     fraction = Kind([*NO_NUMBER, 0, -1, 1.5], [1, 0.5, np.float32(0.1)])
-    dtype = Kind([*NOTHING[1:], 3, "int8", "bfloat", {"a": 1}, [0.5]], ["float16", jnp.bfloat16, np.dtype("f4")])
+    floats = dtype("float16", jnp.bfloat16, np.dtype("f4"))
+    floats = floats._replace(nonsense=[*floats.nonsense, int, None, "int8"])
     for name, arguments, kinds in (
         ("top_k", {"fraction": 0.5}, {"fraction": fraction}),
         ("random_k", {"fraction": 0.5}, {"fraction": fraction, "scale": flag()}),
         ("qsgd", {"levels": 4}, {"levels": integer(1, 2**20)}),
         ("sign", {}, {"scale": choice("l1", "none")}),
-        ("cast", {}, {"dtype": dtype}),
+        ("cast", {}, {"dtype": floats}),
     ):
         yield Call(f"fd.compression.{name}", getattr(compression, name), arguments, kinds)
     top_k = compression.top_k(0.5)
@@ -1061,7 +1119,23 @@ def clocks() -> Iterator[Call]:
     speed = positive()
     fine = [value for value in CONTAINERS + UNREAL if value is not None]
     wrong = [value for value in speed.nonsense if not any(value is each for each in fine)]
-    wrong += [math.nan, -math.inf, [-1.0], [np.nan], [[0.5]], ["a"], [True], range(2), np.zeros(2), {1}]
+    wrong += [
+        RAGGED,
+        [1, [2]],
+        ((1.0,), (1.0, 2.0)),
+        DONATED,
+        KEY,
+        math.nan,
+        -math.inf,
+        [-1.0],
+        [np.nan],
+        [[0.5]],
+        ["a"],
+        [True],
+        range(2),
+        np.zeros(2),
+        {1},
+    ]
     speed = speed._replace(nonsense=wrong, odd=[*speed.odd, [0.5, 1.0, 2], (1, 2, 3), np.ones(3)])
     kinds = {"speed_spread": nonnegative(), **dict.fromkeys(("up", "down", "seconds_per_step"), speed)}
     yield Call("fd.Devices", fd.Devices, {}, kinds)
@@ -1073,6 +1147,11 @@ def clocks() -> Iterator[Call]:
 
     kinds = {"concurrency": integer(2, 3, [2, np.int64(3)]), "up": Kind([[1.0], np.ones(2)], [np.ones(3)])}
     yield Call("asynchronous rounds", timed, {}, kinds | {"discount": function()})
+    target = Kind([*NO_NUMBER, 255, 95, 1.5, -1], [0, 1, np.float32(0.5)])
+    of_targets = {"accuracy": target, "personal_accuracy": target, "loss": target._replace(nonsense=NO_NUMBER)}
+    yield Call("fd.until.reaches", fd.until.reaches, {}, of_targets)
+    of_stalls = {"metric": only(str, np.str_), "evaluations": integer(), "by": Kind([*NO_NUMBER, -1], [0, 1e300])}
+    yield Call("fd.until.stalls", fd.until.stalls, {}, of_stalls)
     for rule in (fd.until.time, fd.until.megabytes):
         name = "seconds" if rule is fd.until.time else "amount"
         kind = positive()  # JAX does not compute with it, so that any finite number will do
@@ -1097,6 +1176,7 @@ def others() -> Iterator[Call]:
     }
     yield Call("fd.aggregation.epsilon", fd.aggregation.epsilon, {"sim": sim, "rounds": 2, "delta": 1e-3}, kinds)
     ks = Kind([*NOTHING, *TEXTS[1:], *THINGS, *BOOLS, 3, [0], [101], [0.5], ["a"]], [[1], (5,), np.array([5])])
+    ks = ks._replace(nonsense=[*ks.nonsense, *ARRAYS[:3], KEY, DONATED, np.array(5), RAGGED])
     kinds = {"group": integer(2, sound=[np.int64(20)]), "ks": ks}
     yield Call("fd.ranking.scores", fd.ranking.scores, {}, kinds)
     yield Call("fd.clients_mesh", fd.clients_mesh, {}, {"devices": without_none(Kind(ANYTHING, [jax.devices()]))})

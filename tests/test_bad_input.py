@@ -417,10 +417,20 @@ def ce(z, y):
     return optax.softmax_cross_entropy_with_integer_labels(z, y)
 
 
+def one_hot(z, y):
+    return jax.nn.one_hot(y, z.shape[-1], dtype=z.dtype)
+
+
+def one_hot_ce(z, y):
+    loss = optax.softmax_cross_entropy(z, one_hot(z, y))
+    return loss.mean(axis=tuple(range(1, loss.ndim)))
+
+
 BINARY, FLOATS, COLUMN = np.array([0, 1, 1, 0]), np.array([0.5, -1, 2, 3], np.float32), (4, 1)
-MIXING, OUT_OF_RANGE = (
+MIXING, OUT_OF_RANGE, OUTSIDE = (
     "must not depend on the other examples of its batch",
     "labels must be in 0..1 for the binary cross",
+    "training labels must be in 0..2",
 )
 LOSSES: list = [  # the loss, the labels, the logits of a batch, the error
     (lambda z, y: (z - y) ** 2, FLOATS, (4,), None),
@@ -429,7 +439,7 @@ LOSSES: list = [  # the loss, the labels, the logits of a batch, the error
     (lambda z, y: bce(z, y[:, None])[:, 0], BINARY, COLUMN, None),
     (lambda z, y: (z - y) ** 2 / ((z - y) ** 2).sum(), FLOATS, (4,), MIXING),
     (lambda z, y: -jax.nn.log_softmax(z @ z.T).diagonal(), FLOATS, (4, 3), MIXING),
-    (bce, BINARY * 2 - 1, (4,), "training " + OUT_OF_RANGE + r"-entropy, got -1..1: pass 0 and 1"),
+    (bce, BINARY * 2 - 1, (4,), "training " + OUT_OF_RANGE + r"-entropy, got -1..1: number the classes from 0"),
     (lambda z, y: bce(z[:, 0], y), BINARY * 255, COLUMN, OUT_OF_RANGE),
     (bce, (BINARY + 1).astype(np.float32), (4,), OUT_OF_RANGE),
     (lambda z, y: bce(z, y).sum(-1), np.eye(4)[:, :3] * 2 - 1, (4, 3), OUT_OF_RANGE),
@@ -444,16 +454,34 @@ LOSSES: list = [  # the loss, the labels, the logits of a batch, the error
         (4, 3),
         r"training labels must be in 0..2 \(the model has 3 outputs\), got 1..3: use a model with more",
     ),
-    (ce, Y - 1, (4, 3), "got -1..1: number the classes from 0"),
+    (ce, Y - 1, (4, 3), r"got -1..1: -1 often means that there is no label: drop these rows, x\[y != -1\] and"),
+    (ce, Y - 2, (4, 3), "got -2..0: number the classes from 0"),
+    (ce, BINARY * 2 - 1, (4, 3), "got -1..1: number the classes from 0"),
     (lambda z, y: jnp.where(y < 0, 0, ce(z, jnp.maximum(y, 0))), Y - 1, (4, 3), None),  # leaves out the label -1
     (lambda z, y: ce(z, y).astype(jnp.bfloat16), Y, (4, 3), None),
+    (one_hot_ce, Y, (4, 3), None),
+    (one_hot_ce, np.where(Y == 2, -100, Y), (4, 3), "got -100..1: -100 often means that there is no label"),
+    (one_hot_ce, (Y + 1).astype(np.uint8), (4, 3), "got 1..3: use a model with more"),
+    (one_hot_ce, (Y - 1).astype(np.float32), (4, 3), OUTSIDE),
+    (one_hot_ce, np.stack([Y, Y - 1], 1), (4, 2, 3), "no label: mask them in the loss, as docs/models.md shows"),
+    (lambda z, y: optax.softmax_cross_entropy(z, optax.smooth_labels(one_hot(z, y), 0.1)), Y - 1, (4, 3), OUTSIDE),
+    (lambda z, y: optax.sigmoid_focal_loss(z, one_hot(z, y)).sum(-1), Y + 1, (4, 3), OUTSIDE),
+    (lambda z, y: one_hot_ce(z, y) * jnp.arange(3.0)[y], Y - 1, (4, 3), OUTSIDE),
+    (lambda z, y: (1 - jnp.exp(-ce(z, y))) ** 2 * ce(z, y), Y - 1, (4, 3), OUTSIDE),  # -1 is the last class of an index
+    (lambda z, y: optax.softmax_cross_entropy(z, jnp.eye(3)[y]), Y * 100, (4, 3), OUTSIDE),  # JAX limits the index
+    (lambda z, y: jnp.where(y < 0, 0, one_hot_ce(z, y)), Y - 1, (4, 3), None),
+    (lambda z, y: one_hot_ce(z, y) * (y != -100), np.where(Y == 2, -100, Y), (4, 3), None),
+    (lambda z, y: ce(z, jnp.clip(y, 0, 2)), Y + 1, (4, 3), None),
+    (lambda z, y: bce(z, y[:, None] > jnp.arange(3)).sum(-1), Y + 1, (4, 3), None),  # ordinal regression
+    (lambda z, y: (z[:, 0] - y) ** 2, Y - 1, (4, 3), None),
+    (lambda z, y: jax.nn.logsumexp(z, -1), Y - 1, (4, 3), None),  # uses no label
 ]
 
 
 @jax.numpy_rank_promotion("allow")  # JAX's default; the tests have "raise"
 @pytest.mark.parametrize("loss, y, shape, message", LOSSES)
 def test_losses_are_tried_with_the_labels(loss, y, shape, message) -> None:
-    model = fd.Model(lambda key: jnp.zeros((3, *shape[1:])), lambda w, x: x @ w, loss=loss)
+    model = fd.Model(lambda key: jnp.zeros((3, *shape[1:])), lambda w, x: jnp.tensordot(x, w, 1), loss=loss)
     with nullcontext() if message is None else pytest.raises(ValueError, match=message):
         simulation(model=model, data=clients((X, y)), cohort_size=1)
 
@@ -468,6 +496,9 @@ def test_scores_and_test_labels_are_tried_too() -> None:
     data = fd.FederatedData.from_clients([(X, BINARY)], test=(X, BINARY * 2 - 1))
     with pytest.raises(ValueError, match="test labels must be in 0..1 for the binary cross-entropy, got -1..1"):
         simulation(model=model, data=data, cohort_size=1)
+    data = fd.FederatedData.from_clients([(X, Y)], test_clients=[(X, Y - 1)])
+    with pytest.raises(ValueError, match="test labels must be in 0..2 .*got -1..1: -1 often means that there is no"):
+        simulation(model=fd.models.linear((3,), 3)._replace(loss=one_hot_ce), data=data, cohort_size=1)
 
 
 def test_bad_arguments_of_methods() -> None:

@@ -80,7 +80,7 @@ def agnostic(
         rounds with clients of several versions.
     """
     D = checks.integer("domains", domains, 1, 2**16)
-    domain = None if domain is None else checks.function("domain", domain, "it maps x [B, ...] and y to int [B]")
+    domain = None if domain is None else checks.function("domain", domain, "it maps x [B, ...] and y to int [B]", 2)
     domain_lr, window = checks.nonnegative("domain_lr", domain_lr), checks.integer("window", window, 1)
     checks.choice("update", update, ("eg", "projection", "none"))
     checks.choice("scale", scale, ("client", "batch"))

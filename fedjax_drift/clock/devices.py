@@ -61,7 +61,7 @@ def _checked(name: str, value: Any, endless: bool) -> Any:
     """A positive number as a float, or positive numbers as an array. endless: whether they may be infinite."""
     if traced(value):
         return value
-    if np.ndim(value):
+    if checks.items(value) is not None:
         values = checks.array(name, value)
         valid = values.ndim == 1 and values.size and values.dtype.kind in "fiu" and (values > 0).all()
         if not valid or not (endless or np.isfinite(values).all()):

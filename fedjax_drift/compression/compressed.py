@@ -121,7 +121,7 @@ def send(codec: Codec, key: jax.Array, message: PyTree, is_coded: Callable[[PyTr
 
 def check_codec(codec: Codec) -> None:
     """Checks that the codec returns an array like its argument, and a number of bits."""
-    checks.function(f"send of {codec.name}", codec.send, "see fd.compression.Codec")
+    checks.fields(codec, "see fd.compression.Codec")
     x = jax.ShapeDtypeStruct((2, 3), jnp.float32)
     try:  # without a key that exists, which would start JAX's devices
         result = jax.eval_shape(lambda x: codec.send(jax.random.key(0, impl=THREEFRY), x), x)

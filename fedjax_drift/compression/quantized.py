@@ -10,7 +10,6 @@ import jax.numpy as jnp
 
 from fedjax_drift import checks
 from fedjax_drift.compression.codec import Codec, bits_of
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.recipes import recorded
 
 
@@ -27,14 +26,7 @@ def cast(dtype: Any = "bfloat16") -> Codec:
     Args:
       dtype: "bfloat16" (default), "float16" or another floating-point dtype of JAX, as a name or a dtype.
     """
-    given = dtype
-    try:
-        dtype = jnp.dtype(dtype)
-        known = jnp.issubdtype(dtype, jnp.floating)
-    except TypeError:
-        known = False
-    if not known:
-        raise ConfigurationError(f'dtype must be a floating-point dtype such as "bfloat16", got {checks.shown(given)}')
+    dtype = checks.floating_dtype("dtype", dtype)
     return Codec(lambda key, x: (x.astype(dtype).astype(x.dtype), x.size * 8 * dtype.itemsize), "cast")
 
 

@@ -142,7 +142,12 @@ def _clients(frame: Any, name: str) -> np.ndarray:
 
 
 def _complete(frame: Any, name: str) -> Any:
-    """Returns a column. Raises ValueError if it has missing values, or if several columns have this name."""
+    """Returns a column. Raises ValueError if it has missing values, or if several columns have this name.
+
+    A sparse column becomes a dense one, because few functions of pandas accept the other.
+    """
+    import pandas as pd
+
     column, wrong = frame[name], ""
     if column.ndim != 1:
         wrong = f"be one column, got {column.shape[1]} of this name: rename them"
@@ -151,4 +156,4 @@ def _complete(frame: Any, name: str) -> Any:
         wrong += "frame.dropna()"
     if wrong:
         raise ConfigurationError(f"column {name!r} must {wrong}")
-    return column
+    return column.sparse.to_dense() if isinstance(column.dtype, pd.SparseDtype) else column

@@ -128,5 +128,8 @@ def _array(value: Any, name: str) -> np.ndarray:
 
 
 def _clients(argument: str, client_of: ClientOf, rows: int) -> np.ndarray:
-    values = [client_of(k) for k in range(rows)] if callable(client_of) else client_of
+    values: Any = client_of
+    if callable(client_of):
+        checks.function(argument, client_of, "it maps the number of an example to its client", takes=1)
+        values = [client_of(k) for k in range(rows)]
     return checks.ids(f"the clients of {argument}", values, rows)

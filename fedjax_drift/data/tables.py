@@ -50,6 +50,8 @@ def from_table(
     client_tests: whether the test set is split by client. None: if all clients of the test set are training clients.
     columns: the names of the columns, for messages.
     """
+    if client_tests is not None and checks.flag("client_tests", client_tests) and test is None:
+        raise ConfigurationError("client_tests=True needs a test set, got none: pass test=")
     rows, ids, client_names = np.arange(len(train.y)), None, train.client_names
     if partition is None and train.client is not None:
         ids = np.unique(train.client)
@@ -66,8 +68,6 @@ def from_table(
         test_order, test_sizes = _test_order(test.client, ids, client_tests)
         x_test, y_test = test.x(test_order), test.y if test_order is None else test.y[test_order]
         test_sizes = test_sizes if test.sizes is None else test.sizes
-    elif client_tests:
-        raise ConfigurationError("client_tests=True needs a test set, got none: pass test=")
     tests: dict[str, Any] = {"x_test": x_test, "y_test": y_test, "test_sizes": test_sizes}
     with naming(columns):
         return replace(order, x=x, **tests, name=name, client_names=client_names)
@@ -81,7 +81,7 @@ def _test_order(client: Any, ids: Any, client_tests: bool | None) -> tuple[np.nd
     if client is not None and ids is not None and {client.dtype.kind, ids.dtype.kind} == {"i", "u"}:
         client, ids = client.astype(object), ids.astype(object)  # NumPy would compare them as floats
     unknown = None if client is None or ids is None else client[~np.isin(client, ids)].tolist()
-    if not (unknown == [] if client_tests is None else checks.flag("client_tests", client_tests)):
+    if not (unknown == [] if client_tests is None else client_tests):
         return None, None
     if unknown is None or unknown:
         got = f"client {unknown[0]!r}" if unknown else "no clients"
@@ -247,15 +247,10 @@ def column_names(x: Any, y: Any, client: Any, known: Sequence[str]) -> list[str]
 
 
 def checked_dtype(dtype: Any) -> np.dtype | None:
-    try:
-        result = None if dtype is None else np.dtype(dtype)
-    except TypeError:
-        result = np.dtype(object)
-    if result is not None and result.kind not in "iuf":
-        raise ConfigurationError(
-            f"dtype must be an integer or a float dtype, got {checks.shown(dtype)}: or leave it out"
-        )
-    return result
+    allowed = "an integer or a float dtype"
+    return (
+        None if dtype is None else checks.dtype("dtype", dtype, allowed, lambda d: d.kind in "iuf", "or leave it out")
+    )
 
 
 @contextlib.contextmanager

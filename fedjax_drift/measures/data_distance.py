@@ -194,8 +194,11 @@ def embedded(data: FederatedData, embedding: Any) -> np.ndarray:
     """The features of the training examples, float [M, F]. Raises ConfigurationError unless they are finite."""
     M = len(data.x)
     if callable(embedding):
+        checks.function("embedding", embedding, "it maps inputs to features", takes=1)
         parts = (slice(start, start + CHUNK // 64) for start in range(0, M, CHUNK // 64))
-        embedding = np.concatenate([np.asarray(embedding(data.decode(data.x[part]))) for part in parts])
+        embedding = np.concatenate(
+            [checks.array("embedding(x)", embedding(data.decode(data.x[part]))) for part in parts]
+        )
     features = checks.array("embedding", embedding)
     if features.ndim != 2 or len(features) != M:
         raise ConfigurationError(

@@ -70,11 +70,8 @@ def save_params(params: Params, path: str | os.PathLike[str], data: FederatedDat
     not installed, and OSError if the file can't be written.
     """
     target = checks.path("path", path)
-    named = {path: np.asarray(leaf) for path, leaf in leaves.by_path(params).items()}
-    if not named:
-        raise ConfigurationError(f"params must have at least one array, got {checks.shown(params)}: pass state.params")
-    for name, leaf in named.items():
-        checks.array(f"params, at {name or 'its root'},", leaf.reshape(-1))
+    named = leaves.arrays(params)
+    for leaf in named.values():
         if leaf.dtype.kind == "V" and not _is_safetensors(target.name):
             raise ConfigurationError(
                 f"params of the dtype {leaf.dtype} must be saved as safetensors, got {target.name}: name it "

@@ -8,7 +8,7 @@ negative example is NaN, they rank the positive example after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -105,9 +105,9 @@ def scores(group: int = 100, ks: Sequence[int] = (5, 10)) -> Callable[[jax.Array
     Raises:
       ValueError: ``group`` or a k is out of range.
     """
-    if not isinstance(ks, Iterable) or isinstance(ks, str | bytes):
+    if (several := checks.items(ks)) is None:
         raise ConfigurationError(f"ks must be several integers, got {checks.shown(ks)}: pass (5, 10), for example")
-    ks = tuple(_checked_rank(k, checks.integer("group", group, 2)) for k in ks)
+    ks = tuple(_checked_rank(k, checks.integer("group", group, 2)) for k in several)
 
     def all_scores(logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
         metrics = {"auc": auc(logits, y)}

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import numpy as np
 
+from fedjax_drift import checks
+from fedjax_drift.data import files
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.leaves import path_of
+from fedjax_drift.leaves import arrays
 from fedjax_drift.pytorch.names import flat
 from fedjax_drift.types import Params
 
@@ -45,21 +46,25 @@ def to_torch(params: Params, module: Any = None) -> dict[str, np.ndarray]:
       Name -> NumPy array with the dtype of the parameter. The arrays are copies.
 
     Raises:
-      ValueError: the module has no parameter or buffer of a name, or one of another shape.
+      ValueError: the parameters are no arrays of numbers; or the module is none of PyTorch's, has no parameter or
+        buffer of a name, or one of another shape.
+      ImportError: a module is given, and PyTorch is not installed.
 
+    >>> import jax
     >>> import fedjax_drift as fd
     >>> params = fd.models.lenet5().init(jax.random.key(0))
     >>> {name: array.shape for name, array in fd.models.to_torch(params).items() if "0" in name}  # doctest: +ELLIPSIS
     {'convs_0.bias': (6,), 'convs_0.weight': (6, 1, 5, 5), ..., 'denses_0.weight': (120, 400)}
     """
+    by_path = arrays(params)
     if module is not None:
         return _loaded(params, module)
     state: dict[str, np.ndarray] = {}
-    for leaf_path, leaf in jax.tree.leaves_with_path(params):
-        *layers, last = path_of(leaf_path).split("/")
-        named = [(layers, np.asarray(leaf))]
+    for path, leaf in by_path.items():
+        *layers, last = path.split("/")
+        named = [(layers, leaf)]
         if layers[:1] == ["blocks"] and not "".join(layers[1:2]).isdigit():  # stacked, and not "blocks/0/..."
-            named = [(["blocks", str(i), *layers[1:]], block) for i, block in enumerate(np.asarray(leaf))]
+            named = [(["blocks", str(i), *layers[1:]], block) for i, block in enumerate(leaf)]
         for names, values in named:
             if last == "kernel":
                 values = values.transpose(3, 2, 0, 1) if values.ndim == 4 else values.T
@@ -69,8 +74,11 @@ def to_torch(params: Params, module: Any = None) -> dict[str, np.ndarray]:
 
 def _loaded(params: Params, module: Any) -> dict[str, np.ndarray]:
     """Copies parameters and running statistics into a module, and returns them by name."""
+    files.require("torch", "to_torch with a module", '"fedjax-drift[torch]"')
     import torch
 
+    checks.instance("module", module, torch.nn.Module, "a class must be called, Net()")
+    checks.instance("params", params, dict, "pass state.params of a model of Model.from_torch")
     parts = [params["params"], params["batch_stats"]] if {*params} == {"params", "batch_stats"} else [params]
     values = {name: np.array(value) for part in parts for name, value in flat(part).items()}
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -83,5 +91,6 @@ def _loaded(params: Params, module: Any) -> dict[str, np.ndarray]:
             )
     with torch.no_grad():
         for name, value in values.items():
-            tensors[name].copy_(torch.from_numpy(value))
+            has_dtype = value.dtype.kind != "V"  # NumPy's bfloat16 is none of PyTorch's dtypes
+            tensors[name].copy_(torch.from_numpy(value if has_dtype else value.astype(np.float32)))
     return values

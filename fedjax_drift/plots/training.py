@@ -222,7 +222,7 @@ def rounds_to_target(
       style: only its ``figsize`` has an effect.
 
     Raises:
-      ValueError: the target is not a finite number, or is an accuracy above 1; or no round has the key.
+      ValueError: the target is not a finite number, in 0..1 for an accuracy; or no round has the key.
     """
     runs, reached = by_run(records), reached_rounds(records, target, key, by)
     notes = {name: divergence(runs[name]) for name in reached}

@@ -56,8 +56,9 @@ def shift_of(value: Any, name: str = "shift") -> Shift:
     A function that uses ``client``, the id, leaves the examples of the global test set as they are.
     """
     if isinstance(value, Shift):
+        checks.fields(value)
         return value
-    function: Function = checks.function(name, value, "pass fd.shift.rotate(45), for example")
+    function: Function = checks.function(name, value, "pass fd.shift.rotate(45), for example", takes=5)
 
     def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
         of_client, shifted = _uses_client(function, key, t, owner.id, x, y), function(key, t, owner.id, x, y)

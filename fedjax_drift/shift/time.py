@@ -128,7 +128,9 @@ def mixture(weights: Callable[[jax.Array], jax.Array] | Sequence[float], *shifts
     each, fixed = tuple(map(shift_of, shifts)), None
     if not each:
         raise ConfigurationError("mixture needs at least 1 shift, got none: pass fd.shift.none(), for example")
-    if not callable(weights):
+    if callable(weights):
+        checks.function("weights", weights, "it maps a round to the weights", takes=1)
+    else:
         fixed = checks.array("weights", weights)
         if fixed.shape != (len(each),) or fixed.dtype.kind not in "fiu" or fixed.min() < 0 or not fixed.sum() > 0:
             raise ConfigurationError(f"weights must be {len(each)} numbers >= 0, one for each shift, got {weights!r}")

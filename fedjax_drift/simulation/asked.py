@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.simulation import until as rules
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.loop import Schedule
 from fedjax_drift.simulation.setup import Setup
-from fedjax_drift.simulation.until import Until, reaches, stalls
+from fedjax_drift.simulation.until import Until
 from fedjax_drift.storage.checkpoint import Checkpoints
 
 MOST_ROUNDS = 2**31 - 1  # because a state counts them in int32
@@ -64,7 +65,6 @@ def _checked_rule(until: Any) -> Until | None:
     if until is None:
         return None
     fix = "pass fd.until.reaches(accuracy=0.98), for example; None means all rounds"
-    checks.function("until", until, fix)
-    if until in (reaches, stalls):
+    if until in [getattr(rules, name) for name in rules.__all__]:
         raise ConfigurationError(f"until must be a rule, got fd.until.{until.__name__} without its arguments: {fix}")
-    return until
+    return checks.function("until", until, fix, takes=1)

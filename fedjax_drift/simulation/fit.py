@@ -70,6 +70,10 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
             f"the model does not accept the examples of the data, {data.x.dtype}{list(data.x.shape[1:])} each "
             f"({first_line(error)}): {fix}"
         ) from error
+    if not isinstance(logits, jax.ShapeDtypeStruct):
+        raise ConfigurationError(
+            f"Model.apply must return an array, got a {type(logits).__name__}: return the logits alone"
+        )
     default_loss = model.loss is cross_entropy
     for kind, y in (("training", data.y), ("test", data.y_test)):
         if y is None or not default_loss:
@@ -86,7 +90,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
         C = logits.shape[-1]
         low, high = data.range_of("y" if kind == "training" else "y_test")
         if low < 0 or high >= C:
-            raise ConfigurationError(losses.outside(kind, C, low, high))
+            raise ConfigurationError(losses.outside(kind, C, y, low, high))
     try:
         loss = jax.eval_shape(model.loss, logits, rows(data.y)).shape
     except Exception as error:
@@ -173,7 +177,8 @@ def _check_ids(vocabulary: Any, data: FederatedData) -> None:
     """Checks that inputs that are token ids are in the tables of the model. vocabulary: as in `Model`."""
     if vocabulary is None:
         return
-    sizes = [checks.integer("Model.vocabulary", size, 1) for size in np.atleast_1d(np.asarray(vocabulary)).tolist()]
+    several = checks.items(vocabulary) or [vocabulary]
+    sizes = [checks.integer("Model.vocabulary", size, 1) for size in several]
     for kind, name in (("training", "x"), ("test", "x_test")):
         x = getattr(data, name)
         if x is None or x.dtype.kind not in "iu":

@@ -12,11 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Var
 
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.model import cross_entropy
 
+NONE = (-1, -100)  # labels of examples without a label, in GLUE's test sets and in PyTorch's losses
+COMPARISONS, LIMITS = ("eq", "ne", "lt", "le", "gt", "ge"), ("max", "min", "clamp", "rem")  # names of primitives
 Function = Callable[[jax.Array, jax.Array], Any]  # (logits [B, ...], y [B, ...]) -> [B]
 
 
@@ -43,10 +45,15 @@ def check_apart(function: Function, logits: jax.ShapeDtypeStruct, y: np.ndarray,
 
 
 def check_labels(loss: Function, logits: jax.ShapeDtypeStruct, y: np.ndarray, low: Any, high: Any, kind: str) -> None:
-    """Raises ConfigurationError for labels that cross-entropy is not defined for, if the loss is a cross-entropy.
+    """Raises ConfigurationError for labels out of range that the loss takes without notice, or that are undefined.
 
-    The loss is one if it has the values of one on these examples, which include the smallest and the largest label. A
-    loss that handles such labels itself, for example leaves out the label -1, has other values.
+    A classification with the label v < 0 or v >= C is one in which the loss
+
+    - is NaN, because it reads beyond its C classes;
+    - has the value of another class: v + C for an index from the end, 0 or C - 1 for an index that JAX limits; or
+    - has one value for all labels out of range, because a one-hot vector of them has zeros only.
+
+    In the last two cases, a loss may mean it, for example leave out the label -1. It compares or limits labels then.
 
     Args:
       low, high: the smallest and the largest label.
@@ -59,27 +66,88 @@ def check_labels(loss: Function, logits: jax.ShapeDtypeStruct, y: np.ndarray, lo
     if traced(values):
         return
     C = z.shape[-1]
-    if y.dtype.kind in "iu" and z.shape[:-1] == labels.shape and C > 1:
-        if not 0 <= low <= high < C and _same(values, cross_entropy(z, labels)):
-            raise ConfigurationError(outside(kind, C, low, high))
+    if z.shape[:-1] == labels.shape and C > 1:
+        for label in (low, high):
+            if not 0 <= label < C and _mistakes(loss, z, labels, label.item()):
+                raise ConfigurationError(outside(kind, C, y, low, high))
     elif z.size == labels.size and not 0 <= low <= high <= 1:
         flat = z.reshape(len(z), -1)
         terms = jax.nn.softplus(flat) - labels.reshape(flat.shape) * flat  # the binary cross-entropy
         if _same(values, terms.mean(1)) or _same(values, terms.sum(1)):
             raise ConfigurationError(
-                f"{kind} labels must be in 0..1 for the binary cross-entropy, got {low}..{high}: pass 0 and 1, as "
-                "np.unique(y, return_inverse=True)[1] does for two classes"
+                f"{kind} labels must be in 0..1 for the binary cross-entropy, got {low}..{high}: {_numbered(y)}"
             )
 
 
-def outside(kind: str, num_classes: int, low: Any, high: Any) -> str:
-    """The message for class labels that are out of range."""
-    fix = "use a model with more classes, or renumber the labels"
-    if low < 0:
-        fix = "number the classes from 0, as np.unique(y, return_inverse=True)[1] does"
+def outside(kind: str, num_classes: int, y: np.ndarray, low: Any, high: Any) -> str:
+    """The message for class labels that are out of range. y: the labels of all examples, [M, ...]."""
+    fix = _numbered(y) if low < 0 else "use a model with more classes, or renumber the labels"
     return (
         f"{kind} labels must be in 0..{num_classes - 1} (the model has {num_classes} outputs), got {low}..{high}: {fix}"
     )
+
+
+def _numbered(y: np.ndarray) -> str:
+    """What to do about labels below 0."""
+    values = np.unique(y)
+    if values[0] not in NONE or values.tolist() == [-1, 1]:
+        return "number the classes from 0, as np.unique(y, return_inverse=True)[1] does"
+    drop = f"drop these rows, x[y != {values[0]}] and y[y != {values[0]}], or " if y.ndim == 1 else ""
+    return f"{values[0]} often means that there is no label: {drop}mask them in the loss, as docs/models.md shows"
+
+
+def _mistakes(loss: Function, z: jax.Array, labels: jax.Array, label: float) -> bool:
+    """Whether the loss takes a label out of range without notice, or is NaN. The label is < 0 or >= C."""
+    C, first = z.shape[-1], (slice(None), *[0] * (labels.ndim - 1))  # of a sequence, the label of the first position
+    integers = jnp.issubdtype(labels.dtype, jnp.integer)  # which are int32 in a round
+    inside = jnp.clip(labels.astype(jnp.int32) if integers else labels, 0, C - 1)
+
+    def at(value: float) -> jax.Array:
+        return loss(z, inside.at[first].set(value))
+
+    if _same(at(0), at(C - 1)):  # a loss without labels
+        return False
+    value, far = at(label), 2**20
+    if jnp.isnan(value).any() and not jnp.isnan(at(0)).any() or -C <= label < 0 and _same(value, at(label + C)):
+        return True
+    is_limited = _same(value, at(0 if label < 0 else C - 1))
+    is_none = _same(value, at(-far)) and _same(value, at(far))
+    if not is_limited and not is_none:
+        return False
+    jaxpr = jax.make_jaxpr(loss)(z, labels).jaxpr
+    return not _decides(jaxpr, {jaxpr.invars[1]}, {jaxpr.invars[0]})
+
+
+def _decides(jaxpr: Any, of_labels: set, of_others: set) -> bool:
+    """Whether the labels are limited, or a number or a bool that depends on them alone changes a loss, such as a mask.
+
+    of_labels: the arguments that depend on the labels. of_others: those that depend on the logits. The numbers of the
+    classes in a one-hot vector count as the latter. Both sets get the variables of the program.
+    """
+    for equation in jaxpr.eqns:
+        operands, name = [v for v in equation.invars if isinstance(v, Var)], equation.primitive.name
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+        inner = getattr(inner, "jaxpr", inner)
+        if inner is not None and len(inner.invars) == len(equation.invars):
+            arguments = [(a, v) for a, v in zip(inner.invars, equation.invars, strict=True) if isinstance(v, Var)]
+            inside = [{argument for argument, v in arguments if v in known} for known in (of_labels, of_others)]
+            if _decides(inner, *inside):
+                return True
+            for known, variables in zip((of_labels, of_others), inside, strict=True):
+                outputs = zip(equation.outvars, inner.outvars, strict=True)
+                known |= {output for output, v in outputs if isinstance(v, Var) and v in variables}
+            continue
+        alone = [v for v in operands if v in of_labels and v not in of_others]
+        if alone and name in LIMITS:
+            return True
+        mixed = any(v in of_others for v in operands) and name not in COMPARISONS
+        if mixed and any(not jnp.issubdtype(v.aval.dtype, jnp.integer) for v in alone):
+            return True
+        if any(v in of_labels for v in operands):
+            of_labels |= {*equation.outvars}
+        if name == "iota" or any(v in of_others for v in operands):
+            of_others |= {*equation.outvars}
+    return False
 
 
 def _examples(logits: jax.ShapeDtypeStruct, y: np.ndarray) -> tuple[jax.Array, jax.Array]:

@@ -46,7 +46,7 @@ def named_rule(sampling: Any, participation: Any) -> Participation:
 
 def selection_of(rule: Participation, N: int, K: int) -> Selection:
     """Returns the rule for N clients, of which a round selects K. Raises ConfigurationError if it doesn't fit."""
-    checks.functions(rule, lambda name: f"{name} of {rule.name}")
+    checks.fields(rule, "see fd.participation.Participation")
     checks.choice(f"weights of {rule.name}", rule.weights, ("algorithm", "uniform"))
     capacity = checks.integer(f"most of {rule.name}", rule.most(N, K), 1)
     asked = []

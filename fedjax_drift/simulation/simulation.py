@@ -431,8 +431,10 @@ class Simulation:
             return self._checked_cohort(() if ids is None else ids, f"cohort, in round {t},")
 
         if callable(cohort):
+            checks.function("cohort", cohort, "it maps a round to client ids", takes=1)
             return lambda t: checked(t, cohort(t))
-        if not isinstance(cohort, Sequence | np.ndarray | jax.Array) or isinstance(cohort, str):
+        rows_missing = isinstance(cohort, str | bytes) or getattr(cohort, "ndim", 1) == 0
+        if rows_missing or not isinstance(cohort, Sequence | np.ndarray | jax.Array):
             raise ConfigurationError(
                 f"cohort must be an array [rounds, clients] or a function of the round, got {checks.shown(cohort)}: "
                 "pass lambda t: ids, for example"
@@ -523,7 +525,7 @@ class Simulation:
         """
         asked = Asked.checked(rounds, eval_every, measure_every, progress, until)
         if on_round is not None:
-            checks.function("on_round", on_round, "it is called with each record")
+            checks.function("on_round", on_round, "it is called with each record", takes=1)
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
             checkpoints = Checkpoints(checkpoints)
         setup = self.setup

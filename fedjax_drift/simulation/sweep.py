@@ -106,8 +106,7 @@ def _shown(setting: Mapping[str, Any]) -> str:
 
 def _value_list(name: str, values: Any) -> list[Any]:
     """Returns the values of one name as a list. Raises ConfigurationError for a single value and for no values."""
-    one = isinstance(values, str | bytes | Mapping) or isinstance(values, np.ndarray | jax.Array) and values.ndim == 0
-    if one or not isinstance(values, Iterable) or not (listed := list(values)):
+    if not (listed := checks.items(values)):
         raise ConfigurationError(
             f"{name} must be a list of one or more values, got {checks.shown(values)}: pass grid({name}=[...])"
         )
@@ -195,7 +194,7 @@ def sweep(
     """
     asked = Asked.checked(rounds, eval_every, measure_every, progress, until)
     if on_round is not None:
-        checks.function("on_round", on_round, "it is called with a seed, its setting and each record")
+        checks.function("on_round", on_round, "it is called with a seed, its setting and each record", 3)
     if not checks.is_auto(together):
         together = checks.integer("together", together, 1, fix='or pass "auto"')
     if start is not None and checkpoints is not None:
@@ -324,11 +323,11 @@ def _names_of_runs(planned: Sequence[Planned]) -> list[str]:
 
 
 def _check_seeds(seeds: Any) -> list[int]:
-    if isinstance(seeds, (str, bytes, type)) or not isinstance(seeds, Iterable):
+    if (listed := checks.items(seeds)) is None:
         raise ConfigurationError(
             f"seeds must be a list of integers, got {checks.shown(seeds)}: pass range(8) for 8 seeds"
         )
-    integers = [checks.integer("a seed", seed, 0, 2**32 - 1) for seed in seeds]
+    integers = [checks.integer("a seed", seed, 0, 2**32 - 1) for seed in listed]
     if not integers or len(set(integers)) < len(integers):
         raise ConfigurationError(f"seeds must be at least one integer, all different, got {reprs.short(integers)}")
     return integers

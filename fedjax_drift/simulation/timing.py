@@ -23,7 +23,7 @@ def check_clock(engine: Engine, selection: Selection) -> Devices | None:
     clock, devices, K, N = engine.clock, engine.devices, engine.cohort_size, engine.num_clients
     failures = engine.failures or Failures()
     checks.instance("clock", clock, Clock, "fd.clock.asynchronous(concurrency=100), for example")
-    checks.function("discount of the clock", clock.discount, "it maps a staleness to a factor")
+    checks.fields(clock)
     if devices is not None:
         checks.instance("devices", devices, Devices, "pass fd.Devices(speed_spread=0.5), for example")
         devices.check_number(N)

@@ -39,17 +39,12 @@ def reaches(**targets: float) -> Until:
         target if the name ends in "loss". For example ``reaches(accuracy=0.98)``.
 
     Raises:
-      ValueError: no target is given, a target is not a finite number, or the accuracy is above 1. The rule raises it
-        if a record has no such metric.
+      ValueError: no target is given, or a target is not a finite number, in 0..1 for an accuracy. The rule raises it if
+        a record has no such metric.
     """
     if not targets:
         raise ConfigurationError("reaches needs at least 1 target, got none: pass reaches(accuracy=0.98), for example")
-    goals = {
-        name: checks.number(name, value, "a finite number", lambda v: True, computed=False)
-        for name, value in targets.items()
-    }
-    if goals.get("accuracy", 0) > 1:
-        raise ConfigurationError(f"accuracy must be at most 1, got {goals['accuracy']:g}: pass 0.98 for 98 %")
+    goals = {name: checks.target(name, value, name) for name, value in targets.items()}
 
     def rule(history: Sequence[Record]) -> bool:
         return all(gain(history[-1], name) >= gain({name: goal}, name) for name, goal in goals.items())

@@ -45,9 +45,8 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
             if name == "model" and "equinox" in {base.__module__.partition(".")[0] for base in type(value).__mro__}:
                 hint = "fd.Model(init, apply), made from the arrays and the function of the Equinox module"
             raise ConfigurationError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
-    checks.functions(model, "Model.{}".format)
-    checks.functions(algorithm, "Algorithm.{}".format)
-    checks.flag("Model.cosine", model.cosine)
+    checks.fields(model)
+    checks.fields(algorithm)
     if model.statistics is not None and not isinstance(model.statistics, Statistics):
         raise ConfigurationError(
             f"Model.statistics must be of type Statistics, got {checks.shown(model.statistics)}: pass the option to "
@@ -146,7 +145,7 @@ def check_aggregation(
             f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
             "pass fd.aggregation.clipped(1.0), for example; None means the weighted mean"
         )
-    checks.functions(aggregation, f"{{}} of {aggregation.name}".format)
+    checks.fields(aggregation, "see fd.aggregation.Aggregation")
     if Needs.of(algorithm.requires).weights and (participation.weights == "uniform" or participation.expected):
         raise ConfigurationError(
             f"{algorithm.name} needs a participation rule that keeps the weights of the clients, got "
