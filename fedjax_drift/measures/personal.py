@@ -167,9 +167,10 @@ def personal_scores(
 
         def score(index: jax.Array) -> dict[str, jax.Array]:
             row = offset + index
-            rows = after(engine, TestRows(x[row], y[row], index < size, jnp.full(B, client.id), index), shared.t)
+            mask = index < size
+            rows = after(engine, TestRows(x[row], y[row], mask, jnp.full(B, client.id), index), shared.t)
             own, label = inputs(engine, rows._replace(t=None), rows.t)
-            return score_rows(engine, engine.model.apply(theta, own), label)
+            return score_rows(engine, engine.model.with_mask(mask).apply(theta, own), label, mask)
 
         def batch(k: jax.Array, total: dict[str, jax.Array]) -> dict[str, jax.Array]:
             position = k * B + jnp.arange(B)
