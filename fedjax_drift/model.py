@@ -142,7 +142,8 @@ class Model(NamedTuple):
     def with_functions(self, change: Callable[[Callable], Any]) -> Model:
         """Returns the model with ``change(function)`` in place of each function of the parameters that it has."""
         given = {name: function for name in FUNCTIONS if (function := getattr(self, name)) is not None}
-        return self._replace(**{name: masks.like(function, change(function)) for name, function in given.items()})
+        changed: dict[str, Any] = {name: masks.like(function, change(function)) for name, function in given.items()}
+        return self._replace(**changed)
 
     def with_mask(self, mask: jax.Array | None) -> Model:
         """Returns the model for a batch with this mask, bool [B]: no function of it has an argument ``mask``.
@@ -156,7 +157,8 @@ class Model(NamedTuple):
         A model without such functions is returned as it is.
         """
         taking = [name for name in (*FUNCTIONS, "loss") if masks.takes_mask(getattr(self, name))]
-        return self._replace(**{name: masks.bound(getattr(self, name), mask) for name in taking})
+        taken: dict[str, Any] = {name: masks.bound(getattr(self, name), mask) for name in taking}
+        return self._replace(**taken) if taken else self
 
     @classmethod
     @recorded

@@ -1,8 +1,8 @@
 """Checks that the outputs of a model for an example do not depend on the padding of its batch.
 
-Most models are seen to compute each example on its own from their operations (`rowwise`). This costs a trace. The others
-are computed twice for a few examples, with other examples beside them. If the model takes the mask of its batch, those
-are padding.
+Most models are seen to compute each example on its own from their operations (`rowwise`). This costs a trace. The
+others are computed twice for a few examples, with other examples beside them. If the model takes the mask of its batch,
+those are padding.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ def check_mixing(model: Model, params: PyTree, data: FederatedData, decode: Call
     x = jax.eval_shape(lambda: decode(jnp.zeros((B, *data.x.shape[1:]), data.x.dtype)))
     leaves, structure = jax.tree.flatten(params)
     form, _ = recipes.split(model)
-    unclear, outputs = _unclear, _outputs
-    if form.private:
-        unclear, outputs = _unclear.__wrapped__, _outputs.__wrapped__
+    unclear: Callable = _unclear.__wrapped__ if form.private else _unclear
+    outputs: Callable = _outputs.__wrapped__ if form.private else _outputs
     names = unclear(form, structure, tuple(leaves), x)
     if not names:
         return
@@ -68,16 +67,17 @@ def _check_same(model: Model, name: str, before: jax.Array, after: jax.Array) ->
         return
     field = name.split()[0]
     masked = takes_mask(getattr(model, field))
-    raise ConfigurationError(
-        f"Model.{name} of an example must not depend on the {'padding' if masked else 'other examples'} of its batch, "
-        f"got a change of {change / scale if scale else change:.2g} of its size when "
-        + (
-            "the padding changed: leave out the examples where mask is False, as jnp.mean(x, where=...) does"
-            if masked
-            else "the others changed, so the padding of a short batch would take part: give the function an argument "
-            f"mask [B] without a default, such as {field}(params, x, ..., mask), and leave out the examples where it is "
-            "False; or replace a batch normalisation of your own by that of flax (see docs/models.md)"
+    others = "padding" if masked else "other examples"
+    fix = "leave out the examples where mask is False, as jnp.mean(x, 0, where=mask[:, None]) does"
+    if not masked:
+        fix = (
+            "short batches are padded, and the padding would take part; compute each example on its own, use the "
+            f"BatchNorm of flax with statistics=, or give {field} a last argument mask, bool [B], and {fix} "
+            "(docs/models.md)"
         )
+    raise ConfigurationError(
+        f"Model.{name} of an example must not depend on the {others} of its batch, got a relative change of "
+        f"{change / scale if scale else change:.2g} with another batch: {fix}"
     )
 
 

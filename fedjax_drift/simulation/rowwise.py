@@ -82,12 +82,18 @@ def _results(equation: JaxprEqn, operands: list[Dependence]) -> list[Dependence]
         return rule(equation, operands)
     if (inner := _inside(equation)) is not None:
         return _outputs(inner, operands)
-    place = _moved(equation, [None if each is None else _axis(each, v) for each, v in zip(operands, equation.invars)])
+    shapes = [_shape(variable) for variable in equation.invars]
+    axes = [None if each is None else _axis(each, shape) for each, shape in zip(operands, shapes, strict=True)]
+    place = _moved(equation, axes, shapes)
     if place is None:
         return [MIXED] * count
-    axis, outer, inner_size = place
-    shapes = [variable.aval.shape for variable in equation.outvars]
-    return [Rows(math.prod(s[:axis]) * outer, inner_size * math.prod(s[axis + 1 :])) for s in shapes]
+    axis, outer, inside = place
+    results = [_shape(variable) for variable in equation.outvars]
+    return [Rows(math.prod(s[:axis]) * outer, inside * math.prod(s[axis + 1 :])) for s in results]
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return getattr(variable.aval, "shape", ())
 
 
 def _inside(equation: JaxprEqn) -> Jaxpr | None:
@@ -95,7 +101,7 @@ def _inside(equation: JaxprEqn) -> Jaxpr | None:
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
         if name in equation.params:
             inner = getattr(equation.params[name], "jaxpr", equation.params[name])
-            shapes = [[getattr(v.aval, "shape", None) for v in each] for each in (inner.invars, equation.invars)]
+            shapes = [[*map(_shape, variables)] for variables in (inner.invars, equation.invars)]
             return inner if shapes[0] == shapes[1] else None
     return None
 
@@ -110,9 +116,8 @@ def _merged(operands: Sequence[Dependence]) -> Dependence:
 Axis = tuple[int, int, int]  # j, outer, inner: axis j of an array is [outer, B, inner] in row-major order
 
 
-def _axis(rows: Any, variable: Any) -> Axis | None:
-    """The axis of the array that contains the batch axis. None if several axes do."""
-    shape = variable.aval.shape
+def _axis(rows: Any, shape: tuple[int, ...]) -> Axis | None:
+    """The axis of an array of this shape that contains the batch axis. None if several axes do."""
     for j, length in enumerate(shape):
         before, after = math.prod(shape[:j]), math.prod(shape[j + 1 :])
         if rows.before % before == 0 and rows.after % after == 0:
@@ -123,10 +128,9 @@ def _axis(rows: Any, variable: Any) -> Axis | None:
     return None
 
 
-def _moved(equation: JaxprEqn, axes: list[Axis | None]) -> Axis | None:
+def _moved(equation: JaxprEqn, axes: list[Axis | None], shapes: list[tuple[int, ...]]) -> Axis | None:
     """The axis of the results that contains the batch axis, or None if the operation may mix examples."""
     name, params = equation.primitive.name, equation.params
-    shapes = [variable.aval.shape for variable in equation.invars]
     if name == "dot_general":
         return _product(params["dimension_numbers"], axes, shapes)
     if name == "gather":
@@ -136,7 +140,7 @@ def _moved(equation: JaxprEqn, axes: list[Axis | None]) -> Axis | None:
         return None
     (j, outer, inner), shape = given[0], shapes[axes.index(given[0])]
     if name in ELEMENTWISE:  # an axis of length 1 is stretched
-        return given[0] if equation.outvars[0].aval.shape[j] == shape[j] else None
+        return given[0] if _shape(equation.outvars[0])[j] == shape[j] else None
     if name in ALONG or name in KEPT_ALONG:
         along = params[(ALONG | KEPT_ALONG)[name]]
         along = (along,) if isinstance(along, int) else along
@@ -231,10 +235,11 @@ def _of_scan(equation: JaxprEqn, operands: list[Dependence]) -> list[Dependence]
         """The dependence of one slice along the first axis."""
         if not isinstance(rows, Rows):
             return rows
-        axis = _axis(rows, variable)
+        axis = _axis(rows, _shape(variable))
         return Rows(rows.before // length, rows.after) if axis is not None and axis[0] > 0 else MIXED
 
-    slices = [each(*pair) for pair in zip(operands[consts + carried :], equation.invars[consts + carried :])]
+    stacked = slice(consts + carried, None)
+    slices = [each(*pair) for pair in zip(operands[stacked], equation.invars[stacked], strict=True)]
     body = equation.params["jaxpr"].jaxpr
     carry, outputs = _fixed(body, operands[:consts], operands[consts : consts + carried], slices)
     return [*carry, *(Rows(y.before * length, y.after) if isinstance(y, Rows) else y for y in outputs)]
