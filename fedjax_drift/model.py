@@ -74,12 +74,12 @@ class Model(NamedTuple):
     """
 
     init: Callable[[jax.Array], Params]
-    apply: Callable[[Params, jax.Array], jax.Array]
-    loss: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
-    train_apply: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
-    features: Callable[[Params, jax.Array], jax.Array] | None = None
-    head: Callable[[Params, jax.Array], jax.Array] | None = None
-    extractor: Callable[[Params, jax.Array], jax.Array] | None = None
+    apply: Callable[..., jax.Array]
+    loss: Callable[..., jax.Array] = cross_entropy
+    train_apply: Callable[..., jax.Array] | None = None
+    features: Callable[..., jax.Array] | None = None
+    head: Callable[..., jax.Array] | None = None
+    extractor: Callable[..., jax.Array] | None = None
     cosine: bool = False
     scores: Callable[[jax.Array, jax.Array], dict[str, jax.Array]] | None = None
     statistics: Statistics | None = None
