@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import batch_norm, checks
+from fedjax_drift import batch_norm, checks, masks
 from fedjax_drift.batch_norm import Statistics, collections, linen_call, whole
 from fedjax_drift.checks import first_line
 from fedjax_drift.errors import ConfigurationError
@@ -37,7 +37,8 @@ def linen_fields(
     def init(key: jax.Array) -> Params:
         params_key, dropout_key = jax.random.split(key)
         zeros = jnp.zeros(example.shape, example.dtype)
-        variables = module.init({"params": params_key, "dropout": dropout_key}, zeros, **evaluating)
+        given = _mask(module, "__call__", jnp.ones(1, bool))
+        variables = module.init({"params": params_key, "dropout": dropout_key}, zeros, **evaluating, **given)
         return variables["params"] if kept is None else whole(variables["params"], variables["batch_stats"])
 
     tables: list[int] = []  # the numbers of ids of the tables in which the module looks up its inputs themselves
@@ -45,7 +46,8 @@ def linen_fields(
     def variables_of(x: jax.Array) -> Any:
         key = jax.random.key(0)  # created while tracing, so that loading a model does not start JAX's backend
         with linen.intercept_methods(note_tables(x)):
-            return module.init({"params": key, "dropout": key}, x, **evaluating)
+            given = _mask(module, "__call__", jnp.ones(1, bool))
+            return module.init({"params": key, "dropout": key}, x, **evaluating, **given)
 
     def note_tables(x: jax.Array) -> Any:
         def note(next_call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -79,10 +81,14 @@ def linen_fields(
         if not callable(getattr(type(module), name, None)):
             return None
         mode = _mode(module, name, False)
-        return lambda params, x: linen_call(module, collections(params, kept), x, kept, mode, name)
 
-    def train_apply(params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
-        return module.apply({"params": params}, x, **training, rngs={"dropout": key})
+        def forward(params: Params, x: jax.Array, *mask: jax.Array) -> Any:
+            return linen_call(module, collections(params, kept), x, kept, mode | masks.named(mask), name)
+
+        return masks.like(getattr(type(module), name), forward)
+
+    def train_apply(params: Params, x: jax.Array, key: jax.Array, *mask: jax.Array) -> jax.Array:
+        return module.apply({"params": params}, x, **training, **masks.named(mask), rngs={"dropout": key})
 
     def forward(
         params: Params, statistics: PyTree, x: jax.Array, key: jax.Array, mask: jax.Array, name: str
@@ -93,14 +99,14 @@ def linen_fields(
                 f"{METHODS[name]} of {type(module).__name__} must have an argument train, got none: write "
                 "nn.BatchNorm(use_running_average=not train)"
             )
-        options = {"mutable": ["batch_stats"], "rngs": {"dropout": key}, **mode}
+        options = {"mutable": ["batch_stats"], "rngs": {"dropout": key}, **mode, **_mask(module, METHODS[name], mask)}
         output, new = linen_call(module, collections(params, kept, statistics), x, kept, options, METHODS[name], mask)
         return output, new["batch_stats"]
 
     fields = {
         "init": init,
-        "apply": lambda params, x: linen_call(module, collections(params, kept), x, kept, evaluating),
-        "train_apply": train_apply if training and kept is None else None,
+        "apply": method("__call__"),
+        "train_apply": masks.like(type(module).__call__, train_apply) if training and kept is None else None,
         "features": method("features"),
         "head": method("head"),
         "extractor": method("extractor"),
@@ -127,6 +133,11 @@ def _mode(module: Any, method: str, train: bool) -> dict[str, bool]:
     return {"deterministic": not train} if "deterministic" in arguments else {}
 
 
+def _mask(module: Any, method: str, mask: jax.Array) -> dict[str, jax.Array]:
+    """The argument with the mask of the batch for a method of a module; {} if it takes none."""
+    return {"mask": mask} if masks.takes_mask(getattr(type(module), method)) else {}
+
+
 def _try_training(fields: dict[str, Any], module: Any, example: jax.ShapeDtypeStruct) -> None:
     """Traces a model with running statistics in training and in evaluation, so that its errors come early."""
 
@@ -135,7 +146,7 @@ def _try_training(fields: dict[str, Any], module: Any, example: jax.ShapeDtypeSt
         model = fields["init"](key)
         mask = jnp.ones(x.shape[0], bool)
         training = fields["statistics"].forward(model["params"], model["batch_stats"], x, key, mask, "apply")
-        return training, fields["apply"](model, x)
+        return training, masks.bound(fields["apply"], mask)(model, x)
 
     try:
         jax.eval_shape(both, jax.ShapeDtypeStruct((2, *example.shape[1:]), example.dtype))
@@ -198,23 +209,26 @@ def nnx_fields(
     def method(name: str) -> Any:
         if not callable(getattr(type(example), name, None)):
             return None
-        return lambda params, x: getattr(merge(collections(params, kept), train=False), name)(x)
+
+        def forward(params: Params, x: jax.Array, *mask: jax.Array) -> Any:
+            return getattr(merge(collections(params, kept), train=False), name)(x, **masks.named(mask))
+
+        return masks.like(getattr(type(example), name), forward)
+
+    def train_apply(params: Params, x: jax.Array, key: jax.Array, *mask: jax.Array) -> jax.Array:
+        return merge(collections(params, kept), True, key)(x, **masks.named(mask))
 
     def forward(
         params: Params, statistics: PyTree, x: jax.Array, key: jax.Array, mask: jax.Array, name: str
     ) -> tuple[jax.Array, PyTree]:
         instance = merge(collections(params, kept, statistics), True, key, mask)
-        output = getattr(instance, METHODS[name])(x)
+        output = getattr(instance, METHODS[name])(x, **_mask(instance, METHODS[name], mask))
         return output, nnx.to_pure_dict(nnx.state(instance, nnx.BatchStat))
 
     fields: dict[str, Any] = {
         "init": lambda key: _parameters(split(create(key)), kept),
-        "apply": lambda params, x: merge(collections(params, kept), train=False)(x),
-        "train_apply": (
-            (lambda params, x, key: merge(collections(params, kept), True, key)(x))
-            if streams and kept is None
-            else None
-        ),
+        "apply": method("__call__"),
+        "train_apply": masks.like(type(example).__call__, train_apply) if streams and kept is None else None,
         "features": method("features"),
         "head": method("head"),
         "extractor": method("extractor"),
@@ -224,7 +238,8 @@ def nnx_fields(
         fields["vocabulary"] = tables[0]
     if input_shape is not None:
         try:
-            jax.eval_shape(lambda x: fields["apply"](fields["init"](jax.random.key(0)), x), example_input)
+            apply = masks.bound(fields["apply"], jnp.ones(1, bool))
+            jax.eval_shape(lambda x: apply(fields["init"](jax.random.key(0)), x), example_input)
         except Exception as error:
             raise ConfigurationError(
                 f"{type(example).__name__} does not accept examples of shape {example_input.shape[1:]}: pass the "

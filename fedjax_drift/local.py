@@ -308,7 +308,7 @@ def _normalised_gradient(work: Work) -> Callable:
 
     def loss(params: Params, batch: Batch, key: jax.Array, statistics: PyTree) -> tuple[jax.Array, PyTree]:
         logits, statistics = running.forward(params, statistics, batch.x, key, batch.mask, "apply")
-        return batch_mean(work.model.loss(logits, batch.y), batch.mask), statistics
+        return batch_mean(work.model.with_mask(batch.mask).loss(logits, batch.y), batch.mask), statistics
 
     def gradient(
         point: Params, batch: Batch, key: jax.Array, carry: PyTree, statistics: PyTree
@@ -470,5 +470,6 @@ def full_loss(work: Work, params: Params) -> jax.Array:
 
 def _share_of_loss(work: Work, params: Params, batch: Batch) -> jax.Array:
     """The sum of the losses of a batch, divided by n_i. The sum over the batches of an epoch is F_i."""
-    losses = work.model.loss(work.model.apply(params, batch.x), batch.y)
+    model = work.model.with_mask(batch.mask)
+    losses = model.loss(model.apply(params, batch.x), batch.y)
     return jnp.where(batch.mask, losses, 0).sum() / jnp.maximum(work.size, 1)

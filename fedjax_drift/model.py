@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_drift import checks, recipes
+from fedjax_drift import checks, masks, recipes
 from fedjax_drift.batch_norm import Statistics, whole
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.recipes import Recipe, recorded
 from fedjax_drift.tree import PyTree
 
 Params = PyTree
+FUNCTIONS = ("apply", "train_apply", "features", "head", "extractor")  # the functions of the parameters
 
 
 def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
@@ -31,6 +32,13 @@ class Model(NamedTuple):
     >>> model = fd.Model(init=lambda key: jnp.zeros(3), apply=lambda w, x: x @ w, loss=lambda z, y: (z - y) ** 2)
     >>> model.loss(model.apply(jnp.ones(3), jnp.ones((2, 3))), jnp.zeros(2)).tolist()
     [9.0, 9.0]
+
+    A short batch is padded to B examples, so the output of an example must not depend on the others of its batch.
+    This is checked when a `Simulation` is created. Where it should depend on them, the functions and the loss take the
+    mask of the batch, bool [B], as a last argument ``mask`` without a default: ``apply(params, x, mask)``,
+    ``train_apply(params, x, key, mask)``, ``loss(logits, y, mask)``. It is False for padding, of which the outputs of
+    the examples must be independent. The outputs of the padding are not used, and must be finite. See
+    ``docs/models.md``.
 
     Attributes:
       init: ``init(key) -> params``.
@@ -66,12 +74,12 @@ class Model(NamedTuple):
     """
 
     init: Callable[[jax.Array], Params]
-    apply: Callable[[Params, jax.Array], jax.Array]
-    loss: Callable[[jax.Array, jax.Array], jax.Array] = cross_entropy
-    train_apply: Callable[[Params, jax.Array, jax.Array], jax.Array] | None = None
-    features: Callable[[Params, jax.Array], jax.Array] | None = None
-    head: Callable[[Params, jax.Array], jax.Array] | None = None
-    extractor: Callable[[Params, jax.Array], jax.Array] | None = None
+    apply: Callable[..., jax.Array]
+    loss: Callable[..., jax.Array] = cross_entropy
+    train_apply: Callable[..., jax.Array] | None = None
+    features: Callable[..., jax.Array] | None = None
+    head: Callable[..., jax.Array] | None = None
+    extractor: Callable[..., jax.Array] | None = None
     cosine: bool = False
     scores: Callable[[jax.Array, jax.Array], dict[str, jax.Array]] | None = None
     statistics: Statistics | None = None
@@ -133,9 +141,24 @@ class Model(NamedTuple):
 
     def with_functions(self, change: Callable[[Callable], Any]) -> Model:
         """Returns the model with ``change(function)`` in place of each function of the parameters that it has."""
-        names = ("apply", "train_apply", "features", "head", "extractor")
-        given = {name: function for name in names if (function := getattr(self, name)) is not None}
-        return self._replace(**{name: change(function) for name, function in given.items()})
+        given = {name: function for name in FUNCTIONS if (function := getattr(self, name)) is not None}
+        changed: dict[str, Any] = {name: masks.like(function, change(function)) for name, function in given.items()}
+        return self._replace(**changed)
+
+    def with_mask(self, mask: jax.Array | None) -> Model:
+        """Returns the model for a batch with this mask, bool [B]: no function of it has an argument ``mask``.
+
+        >>> import fedjax_drift as fd
+        >>> apply = lambda w, x, mask: x * w - jnp.mean(x * w, where=mask)
+        >>> model = fd.Model(init=lambda key: jnp.ones(()), apply=apply)
+        >>> model.with_mask(jnp.array([True, True, False])).apply(2.0, jnp.array([1.0, 2.0, 9.0])).tolist()
+        [-1.0, 1.0, 15.0]
+
+        A model without such functions is returned as it is.
+        """
+        taking = [name for name in (*FUNCTIONS, "loss") if masks.takes_mask(getattr(self, name))]
+        taken: dict[str, Any] = {name: masks.bound(getattr(self, name), mask) for name in taking}
+        return self._replace(**taken) if taken else self
 
     @classmethod
     @recorded
@@ -145,7 +168,8 @@ class Model(NamedTuple):
         """Creates a model from a ``flax.linen`` module.
 
         If ``__call__`` of the module has an argument ``train`` or ``deterministic``, the library passes the right value
-        in training and in evaluation. In training it also passes a "dropout" key. If the module has the methods
+        in training and in evaluation. In training it also passes a "dropout" key. An argument ``mask`` without a
+        default gets the mask of the batch, bool [B], which is False for padding. If the module has the methods
         ``features``, ``head`` or ``extractor``, they become the fields of the same name.
 
         Args:
@@ -187,9 +211,9 @@ class Model(NamedTuple):
         parameters. A module already has parameters. They are the initial parameters for every seed. The same holds for
         the running statistics of BatchNorm.
 
-        ``statistics`` and ``options`` are as in `from_linen`. The ``vocabulary`` of a module with token ids is that of
-        its ``nnx.Embed``, if it has exactly one. ``input_shape`` is optional. If it is given, the model is
-        checked with an input of this shape.
+        An argument ``mask``, ``statistics`` and ``options`` are as in `from_linen`. The ``vocabulary`` of a module with
+        token ids is that of its ``nnx.Embed``, if it has exactly one. ``input_shape`` is optional. If it is given, the
+        model is checked with an input of this shape.
         """
         from fedjax_drift import adapters
 

@@ -308,7 +308,7 @@ def _compared(value: Any) -> Any:
         return (type(value), tuple(value) if plain else tuple(map(_compared, value)))
     if isinstance(value, np.ndarray) and value.nbytes <= LARGE and value.dtype != object:
         return (value.dtype.str, value.shape, hashlib.sha256(np.ascontiguousarray(value).data).digest())
-    if inspect.isfunction(value) and value.__module__.partition(".")[0] == "optax":
+    if inspect.isfunction(value) and str(value.__module__).partition(".")[0] == "optax":
         return (value.__code__, _compared(value.__defaults__), _compared(_captured(value)))
     return (type(value), value) if _comparable(value) else _Same(value)
 

@@ -82,22 +82,26 @@ class Work(NamedTuple):
     surveyed: PyTree = None  # the weighted mean of the messages of `Algorithm.survey`; None without it
 
     def logits(self, params: Params, x: jax.Array, key: jax.Array, mask: jax.Array | None = None) -> jax.Array:
-        """The logits [B, C] of the model in training mode. A model with running statistics needs ``batch.mask``."""
+        """The logits [B, C] of the model in training mode. A model with running statistics, or with an
+        argument ``mask``, needs ``batch.mask``."""
         if self.statistics is not None:
             return self._normalised("apply", params, x, key, mask)
-        return self.model.train_apply(params, x, key) if self.model.train_apply else self.model.apply(params, x)
+        model = self.model.with_mask(mask)
+        return model.train_apply(params, x, key) if model.train_apply else model.apply(params, x)
 
     def features(self, params: Params, batch: Batch, key: jax.Array) -> jax.Array:
         """The representation [B, F] before the classifier, without dropout. With running statistics, the model is in
         training mode."""
         if self.statistics is not None:
             return self._normalised("features", params, batch.x, key, batch.mask)
-        assert self.model.features is not None
-        return self.model.features(params, batch.x)
+        model = self.model.with_mask(batch.mask)
+        assert model.features is not None
+        return model.features(params, batch.x)
 
     def loss(self, params: Params, batch: Batch, key: jax.Array) -> jax.Array:
         """The mean loss over the examples of a batch, a scalar."""
-        return batch_mean(self.model.loss(self.logits(params, batch.x, key, batch.mask), batch.y), batch.mask)
+        logits = self.logits(params, batch.x, key, batch.mask)
+        return batch_mean(self.model.with_mask(batch.mask).loss(logits, batch.y), batch.mask)
 
     def _normalised(self, method: str, params: Params, x: jax.Array, key: jax.Array, mask: Any) -> jax.Array:
         """The output of a model with running statistics, in training mode."""

@@ -24,7 +24,7 @@ MODULES = {
 }
 FLOORS = [
     {"errors", "types", "message", "model", "recipes", "tree", "leaves", "checks"}
-    | {"adapters", "batch_norm", "version", "disk", "reprs", "schedules", "convolution", "pytorch"},
+    | {"adapters", "batch_norm", "masks", "version", "disk", "reprs", "schedules", "convolution", "pytorch"},
     {"data", "models", "shift"},
     {"local", "devices", "clock", "participation"},
     {"round", "algorithms", "compression"},

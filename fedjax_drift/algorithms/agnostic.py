@@ -94,7 +94,7 @@ def agnostic(
         return Server(params, params, jnp.asarray(first_weights, float), counts, jnp.int32(0))
 
     def client_update(server: Server, client: PyTree, work: Work) -> ClientResult:
-        w, model = server.params, work.model
+        w = server.params
         a = server.weights / jnp.maximum(1, server.counts.mean(0))  # (1)
 
         def members(batch: Batch) -> jax.Array:
@@ -108,6 +108,7 @@ def agnostic(
             return jax.nn.one_hot(which, D, dtype=a.dtype) * batch.mask[:, None]
 
         def survey(batch: Batch) -> tuple[jax.Array, jax.Array]:
+            model = work.model.with_mask(batch.mask)
             logits = model.apply(w, batch.x)
             if domain is None and logits.shape[-1] > D:
                 raise ConfigurationError(
@@ -115,7 +116,7 @@ def agnostic(
                     f"got {D}: pass domains={logits.shape[-1]}, or domain="
                 )
             each = members(batch)
-            return model.loss(logits, batch.y) @ each, each.sum(0)
+            return jnp.where(batch.mask, model.loss(logits, batch.y), 0) @ each, each.sum(0)
 
         losses, counts = over_examples(work, survey)  # (3)
         beta = a @ counts  # (2)
@@ -123,7 +124,8 @@ def agnostic(
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
             each = members(batch) @ a
             total = beta if scale == "client" else each.sum()
-            values = jnp.where(batch.mask, model.loss(work.logits(theta, batch.x, key, batch.mask), batch.y), 0)
+            logits = work.logits(theta, batch.x, key, batch.mask)
+            values = jnp.where(batch.mask, work.model.with_mask(batch.mask).loss(logits, batch.y), 0)
             return (each * values).sum() / jnp.where(total > 0, total, 1)  # (4)
 
         theta, trained = train(work, start=w, loss=loss)

@@ -53,18 +53,21 @@ def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algori
     checks.choice("part", part, (*PARTS, "all"))
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
-        w, model = server.params, work.model
+        w = server.params
 
-        def distance(theta: Params, x: jax.Array, mask: jax.Array) -> jax.Array:
+        def distance(theta: Params, batch: Batch) -> jax.Array:
+            model, x = work.model.with_mask(batch.mask), batch.x
             if kind == "parameter":  # (b)
                 in_part = jax.tree.map(lambda _: True, w) if part == "all" else parameters(model, w, x)[part]
                 gap = jax.tree.map(lambda theta, w, use: theta - w if use else jnp.zeros_like(w), theta, w, in_part)
                 return tree.dot(gap, gap)
             gaps = [output(theta, x) - output(w, x) for output in outputs(model, part)]
-            return batch_mean(jnp.stack([(gap.reshape(len(gap), -1) ** 2).sum(1) for gap in gaps]).sum(0), mask)  # (a)
+            return batch_mean(
+                jnp.stack([(gap.reshape(len(gap), -1) ** 2).sum(1) for gap in gaps]).sum(0), batch.mask
+            )  # (a)
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
-            return work.loss(theta, batch, key) + mu / 2 * distance(theta, batch.x, batch.mask)
+            return work.loss(theta, batch, key) + mu / 2 * distance(theta, batch)
 
         theta, trained = train(work, start=w, loss=loss)
         return ClientResult(tree.subtract(theta, w), weight(work, "examples"), client, trained)

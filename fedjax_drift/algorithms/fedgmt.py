@@ -76,9 +76,9 @@ def fedgmt(
         w, e, h = server.params, server.e, client.h
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
-            z = work.logits(theta, batch.x, key, batch.mask)
-            kl = divergence(work.model.apply(e, batch.x), z, temperature)
-            return batch_mean(work.model.loss(z, batch.y) + gamma * temperature**2 * kl, batch.mask)  # (1)
+            model, z = work.model.with_mask(batch.mask), work.logits(theta, batch.x, key, batch.mask)
+            kl = divergence(model.apply(e, batch.x), z, temperature)
+            return batch_mean(model.loss(z, batch.y) + gamma * temperature**2 * kl, batch.mask)  # (1)
 
         def dual(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, h: g + h / beta, g, h)  # (2)

@@ -50,8 +50,9 @@ def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask", wei
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w = server.params
-        x = jax.eval_shape(lambda: work.epoch(work.key)(jnp.int32(0)).x)
-        counts = work.label_counts(jax.eval_shape(work.model.apply, w, x).shape[-1])  # once, and not in every step
+        batch = jax.eval_shape(lambda: work.epoch(work.key)(jnp.int32(0)))
+        logits = jax.eval_shape(lambda batch: work.model.with_mask(batch.mask).apply(w, batch.x), batch)
+        counts = work.label_counts(logits.shape[-1])  # once, and not in every step
 
         def calibrated(logits: jax.Array) -> jax.Array:
             n = jnp.broadcast_to(counts.astype(logits.dtype), logits.shape)

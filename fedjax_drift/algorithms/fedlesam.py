@@ -19,6 +19,7 @@ Deviations:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -106,16 +107,11 @@ def fedlesam(
 
 def shifted(work: Work, e: Params) -> Work:
     """The same work with a model that is evaluated at theta + e instead of theta."""
-    apply, train_apply, statistics = work.model.apply, work.model.train_apply, work.model.statistics
+    statistics = work.model.statistics
 
-    def plus_e(theta: Params) -> Params:
-        return jax.tree.map(lambda theta, e: theta + e, theta, e)
+    def plus_e(function: Callable) -> Callable:
+        return lambda theta, *inputs: function(jax.tree.map(lambda theta, e: theta + e, theta, e), *inputs)
 
-    model = work.model._replace(apply=lambda theta, x: apply(plus_e(theta), x))
-    if train_apply is not None:
-        model = model._replace(train_apply=lambda theta, x, key: train_apply(plus_e(theta), x, key))
     if statistics is not None:
-        forward = statistics.forward
-        shifted_pass = statistics._replace(forward=lambda theta, *inputs: forward(plus_e(theta), *inputs))
-        model = model._replace(statistics=shifted_pass)
-    return work._replace(model=model)
+        statistics = statistics._replace(forward=plus_e(statistics.forward))
+    return work._replace(model=work.model.with_functions(plus_e)._replace(statistics=statistics))

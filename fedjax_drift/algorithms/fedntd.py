@@ -48,10 +48,11 @@ def fedntd(beta: float = 1.0, temperature: float = 1.0, weighting: str = "exampl
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
             logits = work.logits(theta, batch.x, key, batch.mask)
+            model = work.model.with_mask(batch.mask)
             others = ~jax.nn.one_hot(batch.y, logits.shape[-1], dtype=bool)
             log_q, log_q_w = (
                 jnp.where(others, jax.nn.log_softmax(jnp.where(others, z / temperature, -jnp.inf)), 0)  # (2)
-                for z in (logits, work.model.apply(w, batch.x))
+                for z in (logits, model.apply(w, batch.x))
             )
             kl = jnp.where(others, jnp.exp(log_q_w) * (log_q_w - log_q), 0).sum(-1)
             kl = kl.reshape(len(kl), -1).mean(1)  # an example may have several labels

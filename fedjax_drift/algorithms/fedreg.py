@@ -73,11 +73,11 @@ def fedreg(
     checks.choice("pseudo_data", pseudo_data, ("ascent", "descent"))
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
-        w, apply = server.params, work.model.apply
+        w = server.params
         first_pass = work.epoch(jax.random.fold_in(work.key, work.epochs))
 
         def soft_cross_entropy(params: Params, x: jax.Array, y: jax.Array, mask: jax.Array) -> jax.Array:
-            return batch_mean(optax.softmax_cross_entropy(apply(params, x), y), mask)
+            return batch_mean(optax.softmax_cross_entropy(work.model.with_mask(mask).apply(params, x), y), mask)
 
         def move(x: jax.Array, y: jax.Array, mask: jax.Array, eta: float) -> jax.Array:
             examples = mask.reshape(-1, *[1] * (x.ndim - 1))  # without the padding, whose values must not set the range
@@ -99,6 +99,7 @@ def fedreg(
                     f"the inputs must be floating-point for fedreg, got {x.dtype}: use a different algorithm, because "
                     "fedreg computes gradients with respect to the inputs"
                 )
+            apply = work.model.with_mask(mask).apply
             C = jax.eval_shape(apply, w, x).shape[-1]
             y = jax.nn.one_hot(y, C, dtype=x.dtype)
             x_s = move(x, y, mask, eta_s)

@@ -55,9 +55,11 @@ def fedsol(rho: float = 1.0, temperature: float = 3.0, adaptive: bool = True, we
         w = server.params
 
         def perturbation(theta: Params, batch: Batch, key: jax.Array) -> Params:
+            model = work.model.with_mask(batch.mask)
+
             def restriction(theta: Params) -> jax.Array:
                 z = work.logits(theta, batch.x, key, batch.mask)
-                return batch_mean(divergence(work.model.apply(w, batch.x), z, temperature), batch.mask)
+                return batch_mean(divergence(model.apply(w, batch.x), z, temperature), batch.mask)
 
             change = tree.subtract(theta, w)
             e = ascent(rho, jax.grad(restriction)(theta))  # (1), (2)

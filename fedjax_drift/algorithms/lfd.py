@@ -67,20 +67,21 @@ def lfd(
     regularizer = checks.flag("regularizer", regularizer)
 
     def client_update(server: Server, client: Any, work: Work) -> ClientResult:
-        w, model = server.params, work.model
+        w = server.params
         if regularizer:
             previous = jax.tree.map(lambda P, G: jnp.where(client.seen, P, G), client.model, w)
             active = client.seen if first == "none" else True
 
-        def opposed(x: jax.Array) -> jax.Array:
-            cos_G, cos_P = model.apply(w, x), model.apply(previous, x)
+        def opposed(batch: Batch) -> jax.Array:
+            model = work.model.with_mask(batch.mask)
+            cos_G, cos_P = model.apply(w, batch.x), model.apply(previous, batch.x)
             return jnp.where(active, jax.nn.softmax((cos_G - cos_P) / (temperature * label_temperature)), 0)  # (8)
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
             cos = work.logits(theta, batch.x, key, batch.mask)
             y = jax.nn.one_hot(batch.y, cos.shape[-1], dtype=cos.dtype)
             log_p = jax.nn.log_softmax((cos - margin * y) / temperature)  # (7)
-            labels = y + opposed(batch.x) if regularizer else y
+            labels = y + opposed(batch) if regularizer else y
             rows = -(log_p * labels).sum(-1)  # (9), (10)
             return batch_mean(rows.mean(axis=tuple(range(1, rows.ndim))), batch.mask)
 

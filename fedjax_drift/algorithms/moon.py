@@ -60,8 +60,6 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none", weighti
 
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:
         w, previous, active, model = server.params, client.model, client.seen, work.model
-        features = model.features
-        assert features is not None  # `requires` below guarantees it
         if first == "random_init":
             fresh = model.init(jax.random.fold_in(work.key, work.epochs))
             previous = jax.tree.map(lambda old, new: jnp.where(client.seen, old, new), previous, fresh)
@@ -70,6 +68,8 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none", weighti
 
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
             z, CE = features_and_loss(work, theta, batch, key)
+            features = model.with_mask(batch.mask).features
+            assert features is not None  # `requires` below guarantees it
             z_glob, z_prev = features(w, batch.x), features(previous, batch.x)
             con = jax.nn.softplus((cosine(z, z_prev) - cosine(z, z_glob)) / temperature)  # (3)
             return CE + mu * jnp.where(active, batch_mean(con, batch.mask), 0)
@@ -85,7 +85,7 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none", weighti
 
 def features_and_loss(work: Work, theta: Params, batch: Batch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The features [B, F] of a batch, and its mean loss. One forward pass gives both, if the model allows it."""
-    z, model = work.features(theta, batch, key), work.model
+    z, model = work.features(theta, batch, key), work.model.with_mask(batch.mask)
     if model.head is None or model.train_apply is not None or model.statistics is not None:
         return z, work.loss(theta, batch, key)
     return z, batch_mean(model.loss(model.head(theta, z), batch.y), batch.mask)

@@ -60,8 +60,9 @@ def hessian(engine: Engine, params: Params, test: TestRows, on_all_devices: bool
 
     def share_of_loss(theta: jax.Array, rows: TestRows, t: jax.Array | None, size: jax.Array) -> jax.Array:
         model, (x, y) = as_leaves(theta.astype(leaves.dtype)), inputs(engine, rows, t)
-        logits = engine.model.apply(model if statistics is None else whole(model, statistics), x)
-        return jnp.where(rows.mask, engine.model.loss(logits, y), 0).sum() / size
+        network = engine.model.with_mask(rows.mask)
+        logits = network.apply(model if statistics is None else whole(model, statistics), x)
+        return jnp.where(rows.mask, network.loss(logits, y), 0).sum() / size
 
     size = test.mask.sum()
 

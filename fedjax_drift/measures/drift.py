@@ -365,7 +365,11 @@ def label_mix(engine: Engine, shared: Shared, assigned: Assignment) -> jax.Array
 
 def predictions(engine: Engine, params: Params, test: TestRows) -> jax.Array:
     """Logits [T * B, C] of the test examples, including the padding."""
-    logits = lax.map(lambda rows: engine.model.apply(params, inputs(engine, rows, test.t)[0]), test._replace(t=None))
+
+    def batch(rows: TestRows) -> jax.Array:
+        return engine.model.with_mask(rows.mask).apply(params, inputs(engine, rows, test.t)[0])
+
+    logits = lax.map(batch, test._replace(t=None))
     return logits.reshape(-1, logits.shape[-1])
 
 

@@ -165,15 +165,17 @@ def personal_scores(
         present, i = client.id < engine.num_clients, jnp.where(client.id < engine.num_clients, client.id - first, 0)
         offset, size = offset[i], jnp.where(present, size[i], 0)
 
-        def score(index: jax.Array) -> dict[str, jax.Array]:
+        def score(position: jax.Array) -> dict[str, jax.Array]:
+            mask = position < size
+            index = jnp.where(mask, position, 0)
             row = offset + index
-            rows = after(engine, TestRows(x[row], y[row], index < size, jnp.full(B, client.id), index), shared.t)
+            rows = after(engine, TestRows(x[row], y[row], mask, jnp.full(B, client.id), index), shared.t)
             own, label = inputs(engine, rows._replace(t=None), rows.t)
-            return score_rows(engine, engine.model.apply(theta, own), label)
+            return score_rows(engine, engine.model.with_mask(mask).apply(theta, own), label, mask)
 
         def batch(k: jax.Array, total: dict[str, jax.Array]) -> dict[str, jax.Array]:
             position = k * B + jnp.arange(B)
-            scores = score(jnp.where(position < size, position, 0))
+            scores = score(position)
             return {name: total[name] + jnp.where(position < size, scores[name], 0).sum() for name in total}
 
         zero = {name: jnp.zeros((), a.dtype) for name, a in jax.eval_shape(score, jnp.arange(B)).items()}

@@ -18,6 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 from fedjax_drift import checks, leaves
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.leaves import by_path
+from fedjax_drift.masks import like
 from fedjax_drift.model import Model
 from fedjax_drift.models import low_rank
 from fedjax_drift.models.low_rank import LowRank
@@ -251,10 +252,11 @@ def _checked(model: Any) -> Model:
             'with statistics="frozen", or replace BatchNorm by GroupNorm'
         )
 
-    def train_apply(params: Params, x: jax.Array, key: jax.Array) -> jax.Array:
-        return forward(params["params"], params["batch_stats"], x, key, jnp.ones(len(x), bool), "apply")[0]
+    def train_apply(params: Params, x: jax.Array, key: jax.Array, *mask: jax.Array) -> jax.Array:
+        (all_or_given,) = mask or (jnp.ones(len(x), bool),)
+        return forward(params["params"], params["batch_stats"], x, key, all_or_given, "apply")[0]
 
-    return model._replace(statistics=None, train_apply=train_apply)
+    return model._replace(statistics=None, train_apply=like(model.apply, train_apply))
 
 
 def _shapes(model: Model) -> PyTree:

@@ -30,8 +30,8 @@ def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[
 
     def batch(params: Params, t: Any, rows: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
         x, y = inputs(engine, rows, t)
-        logits = engine.model.apply(params, x)
-        return score_rows(engine, logits, y), logits if engine.set_scores else ()
+        logits = engine.model.with_mask(rows.mask).apply(params, x)
+        return score_rows(engine, logits, y, rows.mask), logits if engine.set_scores else ()
 
     def one_device(params: Params, t: Any, rows: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
         return lax.map(partial(batch, params, t), rows)
@@ -61,13 +61,13 @@ def inputs(engine: Engine, rows: TestRows, t: jax.Array | None) -> tuple[jax.Arr
     return engine.shifting.examples(t, Owner(rows.owner, engine.num_clients), rows.number, x, rows.y, TESTING)
 
 
-def score_rows(engine: Engine, logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
+def score_rows(engine: Engine, logits: jax.Array, y: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
     """Scores of each example, [B]: "loss", "accuracy" for classifiers, and the metrics of `Model.scores` per example.
 
     The accuracy of an example is 0 or 1. If an example has many labels, it is the share of correct labels. A prediction
     with a NaN logit counts as wrong. If `Model.scores` returns "accuracy", that value is used instead.
     """
-    model = engine.model
+    model = engine.model.with_mask(mask)
     rows = {"loss": model.loss(logits, y)}
     classifies = jnp.issubdtype(y.dtype, jnp.integer) and logits.ndim == y.ndim + 1 and logits.shape[-1] > 1
     if classifies and "accuracy" not in engine.set_scores:

@@ -14,8 +14,9 @@ from fedjax_drift import checks
 from fedjax_drift.checks import first_line
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.masks import takes_mask
 from fedjax_drift.model import Model, cross_entropy
-from fedjax_drift.simulation import losses
+from fedjax_drift.simulation import losses, mixing
 from fedjax_drift.types import Params
 
 
@@ -58,13 +59,14 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
             if "rngs" in name:
                 fix = "use fd.Model.from_nnx(lambda rngs: Net(rngs)), which takes only the parameters of an nnx module"
             raise ConfigurationError(f"parameters must have a floating dtype, got {leaf.dtype} at {name}: {fix}")
+    masked = model.with_mask(jnp.ones(B, bool))
     try:
-        logits = jax.eval_shape(lambda p, x: model.apply(p, decode(x)), params, rows(data.x))
+        logits = jax.eval_shape(lambda p, x: masked.apply(p, decode(x)), params, rows(data.x))
     except Exception as error:
         fix = "create the model with the input_shape of the data, or reshape the examples"
         if type(error).__name__ == "TraceContextError":
             fix = "the model changes its own state, as nnx.Dropout does: use fd.Model.from_nnx, which handles this"
-        elif data.x.dtype.kind != "i" and _accepts(model, params, (B, *data.x.shape[1:]), jnp.int32):
+        elif data.x.dtype.kind != "i" and _accepts(masked, params, (B, *data.x.shape[1:]), jnp.int32):
             fix = "it needs integers: pass ids and tokens as x.astype(np.int32)"
         raise ConfigurationError(
             f"the model does not accept the examples of the data, {data.x.dtype}{list(data.x.shape[1:])} each "
@@ -92,7 +94,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
         if low < 0 or high >= C:
             raise ConfigurationError(losses.outside(kind, C, y, low, high))
     try:
-        loss = jax.eval_shape(model.loss, logits, rows(data.y)).shape
+        loss = jax.eval_shape(masked.loss, logits, rows(data.y)).shape
     except Exception as error:
         raise ConfigurationError(
             f"the loss does not accept logits {[*logits.shape]} with labels {[B, *data.y.shape[1:]]}: "
@@ -105,10 +107,14 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
             "logits and labels have matching shapes"
         )
     if not default_loss:
-        losses.check_apart(model.loss, logits, data.y, "the loss")
+        if takes_mask(model.loss):
+            losses.check_padding(model.loss, logits, data.y)
+        else:
+            losses.check_apart(model.loss, logits, data.y, "the loss")
         for kind, name in (("training", "y"), ("test", "y_test")):
             if (y := getattr(data, name)) is not None:
-                losses.check_labels(model.loss, logits, y, *data.range_of(name), kind)
+                losses.check_labels(masked.loss, logits, y, *data.range_of(name), kind)
+    mixing.check_mixing(model, params, data, decode)
     scored: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     if model.scores is not None and data.y_test is not None:
         y_test = rows(data.y_test)

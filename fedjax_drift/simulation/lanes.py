@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from fedjax_drift.model import Model
@@ -58,6 +59,7 @@ def lane_of(model: Model, decode: Callable[[jax.Array], jax.Array], x: Any, y: A
     """Returns what a lane needs for a step on B of the examples x, y. Nothing is computed."""
     params = jax.eval_shape(model.init, jax.random.key(0))
     batch = [jax.ShapeDtypeStruct((B, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)) for a in (x, y)]
+    model = model.with_mask(jnp.ones(B, bool))
     forward = jax.make_jaxpr(lambda params, x, y: model.loss(model.apply(params, decode(x)), y))(params, *batch).jaxpr
     activations, convolved = (sum(_kept(forward, platform, of, forward.invars[-2:])) for of in (PRODUCTS, PRODUCTS[1:]))
     return Lane(platform, nbytes(params), activations, convolved)

@@ -40,7 +40,25 @@ def check_apart(function: Function, logits: jax.ShapeDtypeStruct, y: np.ndarray,
     raise ConfigurationError(
         f"{what} of an example must not depend on the other examples of its batch, got {float(alone[k]):.4g} alone and "
         f"{float(together[k]):.4g} in a batch of {len(z)}: check that logits {[*z.shape]} and labels "
-        f"{[*labels.shape]} do not broadcast against each other; z[:, 0] turns logits [B, 1] into [B]"
+        f"{[*labels.shape]} do not broadcast against each other; z[:, 0] turns logits [B, 1] into [B]; a loss that "
+        "compares the examples of a batch needs an argument mask, loss(logits, y, mask), which is False for padding"
+    )
+
+
+def check_padding(loss: Callable, logits: jax.ShapeDtypeStruct, y: np.ndarray) -> None:
+    """Raises ConfigurationError if a loss with an argument ``mask`` depends on the padding. Arguments as above."""
+    z, labels = _examples(logits, y)
+    examples = np.arange(len(z)) < len(z) // 2
+    wide = examples.reshape(-1, *[1] * (z.ndim - 1))
+    others = jnp.asarray(np.where(examples, np.arange(len(z)), np.arange(len(z))[::-1]))
+    batches = (z, labels), (jnp.where(wide, z, 3 * z[others]), labels[others])
+    values = [loss(*batch, jnp.asarray(examples))[examples] for batch in batches]
+    if traced(values) or _same(*values):
+        return
+    k = int(np.argmax(np.abs(np.asarray(values[0], float) - np.asarray(values[1], float))))
+    raise ConfigurationError(
+        f"the loss of an example must not depend on the padding of its batch, got {float(values[0][k]):.4g} and "
+        f"{float(values[1][k]):.4g} with another padding: leave out the examples where mask is False"
     )
 
 
