@@ -197,7 +197,8 @@ class Needs(NamedTuple):
     def __or__(self, other: Needs) -> Needs:  # type: ignore[override]
         """The needs of both."""
         strict = max((self.optimizer, other.optimizer), key=OPTIMIZERS.index)
-        return Needs(*map(max, self, other))._replace(optimizer=strict)
+        largest: Any = map(max, self, other)
+        return Needs(*largest)._replace(optimizer=strict)
 
     @classmethod
     def of(cls, value: Any) -> Needs:

@@ -159,7 +159,7 @@ def _decides(jaxpr: Any, of_labels: set, of_others: set) -> bool:
         if alone and name in LIMITS:
             return True
         mixed = any(v in of_others for v in operands) and name not in COMPARISONS
-        if mixed and any(not jnp.issubdtype(v.aval.dtype, jnp.integer) for v in alone):
+        if mixed and any(not jnp.issubdtype(v.aval.dtype, jnp.integer) for v in alone):  # type: ignore[attr-defined]
             return True
         if any(v in of_labels for v in operands):
             of_labels |= {*equation.outvars}
