@@ -333,7 +333,7 @@ def test_invalid_codecs() -> None:
         (lambda: c.random_k(1.5), r"fraction must be in \(0, 1\], got 1.5"),
         (lambda: c.qsgd(0), "levels must be .* got 0"),
         (lambda: c.sign("l2"), "scale must be .* got 'l2'"),
-        (lambda: c.cast("int8"), "dtype must be a floating-point dtype .* got 'int8'"),
+        (lambda: c.cast("int8"), "dtype must be a floating-point dtype, got 'int8'"),
         (lambda: c.compressed(a.fedavg, c.top_k(0.1)), "base must be"),
         (lambda: c.compressed(a.fedavg(), c.top_k), "codec must be"),
         (lambda: c.compressed(a.fedavg(), c.top_k(0.1), parts="some"), "parts must be"),

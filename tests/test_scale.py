@@ -454,5 +454,5 @@ def test_computing_in_bfloat16_keeps_parameters_in_float32(data) -> None:
     sim = fd.Simulation(half, data, fd.algorithms.scaffold(), **SETTING)
     state = jax.eval_shape(sim.round_fn, sim.init(jax.random.key(0)))[0]
     assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.clients))} == {jnp.dtype("float32")}
-    with pytest.raises(ValueError, match="dtype must be floating-point"):
+    with pytest.raises(ValueError, match="dtype must be a floating-point dtype"):
         model.computing_in(jnp.int8)

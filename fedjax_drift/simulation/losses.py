@@ -143,7 +143,8 @@ def _decides(jaxpr: Any, of_labels: set, of_others: set) -> bool:
     classes in a one-hot vector count as the latter. Both sets get the variables of the program.
     """
     for equation in jaxpr.eqns:
-        operands, name = [v for v in equation.invars if isinstance(v, Var)], equation.primitive.name
+        operands: list[Any] = [v for v in equation.invars if isinstance(v, Var)]
+        name = equation.primitive.name
         inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
         inner = getattr(inner, "jaxpr", inner)
         if inner is not None and len(inner.invars) == len(equation.invars):
