@@ -25,12 +25,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_drift import checks, reprs
+from fedjax_drift import reprs
 from fedjax_drift.batch_norm import whole as whole
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.message import Row as Row
 from fedjax_drift.model import Model as Model
 from fedjax_drift.model import Params, Part, PyTree
+from fedjax_drift.needs import Needs as Needs
 from fedjax_drift.recipes import Recipe, recorded
 from fedjax_drift.schedules import of_rounds
 
@@ -147,9 +148,7 @@ class Trained:
 class ClientResult(NamedTuple):
     """The result of one client's update."""
 
-    message: PyTree
-    """Any arrays. They are uploaded, and the server gets their weighted mean over the cohort. A `Row` is a part for one
-    of several models."""
+    message: PyTree  # any arrays, or `Row`s; they are uploaded, and the server gets their weighted mean over the cohort
     weight: jax.Array  # [], the client's weight in that mean: n_i or 1
     state: PyTree  # the new state of the client, kept until its next round; () for a stateless algorithm
     metrics: Trained | Metrics  # what `local.train` returned, or scalars alone. The scalars are reported in `info`
@@ -176,57 +175,6 @@ class Round(NamedTuple):
     num_clients: int  # N
     mean_size: float  # mean of n_i over all N clients
     surveyed: PyTree = None  # as in `Work`
-
-
-class Needs(NamedTuple):
-    """What an algorithm needs. It is checked when a `Simulation` is created. ``a | b`` are the needs of both."""
-
-    features: bool = False  # the model has this field
-    head: bool = False  # likewise
-    extractor: bool = False  # likewise
-    cosine: bool = False  # likewise
-    classifier: bool = False  # the model has the default loss
-    one_model: bool = False  # no running statistics that clients update, because clients train several models
-    one_version: bool = False  # all clients of a mean have started with the same variables of the server
-    one_rate: bool = False  # all clients of a mean have started with the same learning rate
-    optimizer: str = "any"  # of the local steps: "any", "sgd" (without momentum) or "sgd or momentum"
-    epochs: int = 0  # the least number of local epochs; with 1 or more, ``LocalTraining(steps=)`` is refused
-    accuracy: bool = False  # the evaluation reports an accuracy
-    weights: bool = False  # participation and aggregation keep the weights of the clients
-
-    def __or__(self, other: Needs) -> Needs:  # type: ignore[override]
-        """The needs of both."""
-        strict = max((self.optimizer, other.optimizer), key=OPTIMIZERS.index)
-        largest: Any = map(max, self, other)
-        return Needs(*largest)._replace(optimizer=strict)
-
-    @classmethod
-    def of(cls, value: Any) -> Needs:
-        """The needs that ``value`` is, or that its strings name, such as ``("features", "sgd", "2 epochs")``."""
-        if not isinstance(value, tuple | list) or isinstance(value, Needs):
-            return checks.instance("Algorithm.requires", value, Needs, "pass fd.Needs(features=True), for example")
-        needs, flags = cls(), [name for name, default in cls._field_defaults.items() if default is False]
-        for name in value:
-            number, _, unit = str(name).partition(" ")
-            if name in OPTIMIZERS:
-                needs |= cls(optimizer=name)
-            elif unit == "epochs" and number.isdecimal():
-                needs |= cls(epochs=int(number))
-            else:
-                flag = checks.choice("Algorithm.requires", str(name).replace(" ", "_"), [*flags, *OPTIMIZERS])
-                needs |= cls()._replace(**{flag: True})  # type: ignore[arg-type]
-        checks.warn(
-            f"Algorithm.requires as strings is deprecated: pass requires=fd.{needs.brief()}", DeprecationWarning
-        )
-        return needs
-
-    def brief(self) -> str:
-        """The needs as an expression, without those that are the default."""
-        given = [f"{n}={v!r}" for n, v in self._asdict().items() if v != self._field_defaults[n]]
-        return f"Needs({', '.join(given)})"
-
-
-OPTIMIZERS = ("any", "sgd or momentum", "sgd")  # of `Needs.optimizer`; each one allows less than the one before it
 
 
 class Algorithm(NamedTuple):
@@ -313,69 +261,6 @@ def algorithm(factory: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
 
 OF_A_ROUND = ("client_update", "survey", "personal", "server_update", "report")
 """The functions of an `Algorithm` that know the round, from their third argument."""
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def inside(
-    base: Algorithm,
-    *,
-    server: str | None = None,
-    client: str | None = None,
-    received: Callable[[Any, PyTree, Work], tuple[Any, Work]] | None = None,
-    message: Callable[[PyTree], PyTree] = _same,
-    surveyed: Callable[[PyTree], PyTree] | None = None,
-) -> Algorithm:
-    """The functions of a base algorithm, as those of an algorithm around it, whose variables contain those of the base.
-
-    An algorithm around another one replaces the functions that it changes, among them ``init_server`` and
-    ``init_client`` if its variables are others. It cannot forget one of the rest.
-
-    Args:
-      server, client: the field of the outer variables that contains those of the base. None: they are the same.
-      received: ``received(server, client, work) -> (server, work)`` of the base, on a client. Default: the base's part
-        of the server's variables, and the same work.
-      message: ``message(m)`` returns the base's part of a message, or of a mean of messages. Default: all of it.
-      surveyed: the same for messages of `Algorithm.survey`.
-    """
-
-    def part(variables: Any, field: str | None) -> Any:
-        return variables if field is None else getattr(variables, field)
-
-    def put(variables: Any, field: str | None, new: Any) -> Any:
-        return new if field is None else variables._replace(**{field: new})
-
-    def seen(of_round: Any) -> Any:
-        """The `Work` or the `Round` of the base."""
-        return of_round if surveyed is None else of_round._replace(surveyed=surveyed(of_round.surveyed))
-
-    def on_client(function: Callable) -> Callable:
-        def call(s: Any, c: PyTree, work: Work) -> Any:
-            of_base, work = (part(s, server), work) if received is None else received(s, c, work)
-            result = function(of_base, part(c, client), seen(work))
-            return result._replace(state=put(c, client, result.state)) if isinstance(result, ClientResult) else result
-
-        return call
-
-    def on_server(function: Callable, s: Any, mean: PyTree, context: Round) -> Any:
-        return function(part(s, server), message(mean), seen(context))
-
-    lifted: dict[str, Callable[[Callable], Callable]] = {
-        "client_update": on_client,
-        "survey": on_client,
-        "personal": on_client,
-        "server_update": lambda f: lambda s, mean, context: put(s, server, on_server(f, s, mean, context)),
-        "report": lambda f: lambda s, mean, context: on_server(f, s, mean, context),
-        "finish": lambda f: lambda s, c: put(c, client, f(part(s, server), part(c, client))),
-        "complete": lambda f: lambda c, m: put(c, client, f(part(c, client), message(m))),
-        "observe": lambda f: lambda s, metrics: put(s, server, f(part(s, server), metrics)),
-        "models": lambda f: lambda s: f(part(s, server)),
-    }
-    functions = {name: f for name in lifted if (f := getattr(base, name)) is not None}
-    changes: dict[str, Any] = {name: lifted[name](function) for name, function in functions.items()}
-    return base._replace(**changes)
 
 
 class ServerState(NamedTuple):

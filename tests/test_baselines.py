@@ -155,7 +155,7 @@ def test_clusters_by_hand() -> None:
         assert [float(info[f"clients_of_model_{j}"]) for j in range(3)] == [2, 1, 0]
         assert float(state.params) == pytest.approx(first)
         assert [float(sim.personal_params(state, i)) for i in range(3)] == pytest.approx([first, 7.75, first])
-        assert (np.asarray(info["uplink_bytes"]) == 8).all()
+        assert (np.asarray(info["uplink_bytes"]) == 8 + 4 * (algorithm.name == "hypcluster")).all()  # and its weight
 
 
 def test_meta_learning_by_hand() -> None:

@@ -446,7 +446,7 @@ def test_given_cohorts_are_checked_before_anything_is_compiled(data) -> None:
     for wrong in (None, [1, 1]):
         with pytest.raises(ValueError, match="cohort, in round 0, must"):
             sim.run(state, 2, cohort=lambda t, wrong=wrong: wrong, progress=False)
-    assert sim.model.apply.traces == 2  # those of Simulation(), for the shapes and for the check
+    assert sim.model.apply.traces == 3  # those of Simulation(), for the shapes and for two checks
 
 
 @pytest.mark.thorough

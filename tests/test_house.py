@@ -23,7 +23,7 @@ MODULES = {
     for path in ROOT.rglob("*.py")
 }
 FLOORS = [
-    {"errors", "types", "message", "model", "recipes", "tree", "leaves", "checks"}
+    {"errors", "types", "needs", "message", "wrapping", "model", "recipes", "tree", "leaves", "checks"}
     | {"adapters", "batch_norm", "masks", "version", "disk", "reprs", "schedules", "convolution", "pytorch"},
     {"data", "models", "shift"},
     {"local", "devices", "clock", "participation"},

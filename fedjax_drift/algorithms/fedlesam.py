@@ -30,7 +30,8 @@ from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.algorithms.feddyn import feddyn
 from fedjax_drift.algorithms.fedsam import ascent
 from fedjax_drift.algorithms.scaffold import scaffold
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm, inside
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.wrapping import inside
 
 
 class Server(NamedTuple):

@@ -30,7 +30,8 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
 from fedjax_drift.message import Absent, filled, is_like
 from fedjax_drift.model import Part
-from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm, inside
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.wrapping import inside
 
 
 class Client(NamedTuple):

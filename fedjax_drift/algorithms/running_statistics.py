@@ -26,7 +26,8 @@ import jax.numpy as jnp
 
 from fedjax_drift import tree
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm, inside, whole
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm, whole
+from fedjax_drift.wrapping import inside
 
 
 class Server(NamedTuple):

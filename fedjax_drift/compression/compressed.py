@@ -31,7 +31,8 @@ from fedjax_drift import checks, tree
 from fedjax_drift.compression.codec import Codec
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.message import Coded, decoded, is_like
-from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Params, PyTree, Trained, Work, algorithm, inside
+from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Params, PyTree, Trained, Work, algorithm
+from fedjax_drift.wrapping import inside
 
 MESSAGE = 2**32 - 2  # fold_in(work.key, MESSAGE) is the key of the codec; `local.OPTIMIZER` is the next number
 

@@ -219,12 +219,7 @@ def update(
     algorithm = engine.algorithm
     if phase == "client_update":
         work = with_survey(algorithm, shared.server, old, work)
-    result = getattr(algorithm, phase)(shared.server, old, work)
-    if not isinstance(result, ClientResult):
-        raise ConfigurationError(
-            f"{algorithm.name}: {phase} must return a ClientResult, got {type(result).__name__}: "
-            "return fd.ClientResult(message, weight, state, metrics)"
-        )
+    result = result_of(algorithm, phase, shared.server, old, work)
     trained = result.metrics if isinstance(result.metrics, Trained) else None
     metrics: Any = scalars(algorithm, "metrics", trained.metrics if trained else result.metrics)
     metrics = jax.tree.map(jnp.asarray, metrics)
@@ -239,11 +234,22 @@ def update(
     return ClientResult(message, weight, state, metrics)
 
 
+def result_of(algorithm: Algorithm, phase: str, server: Any, old: PyTree, work: Work) -> ClientResult:
+    """What a phase of the algorithm returns. Raises ConfigurationError unless it is a `ClientResult`."""
+    result = getattr(algorithm, phase)(server, old, work)
+    if not isinstance(result, ClientResult):
+        raise ConfigurationError(
+            f"{algorithm.name}: {phase} must return a ClientResult, got {type(result).__name__}: "
+            "return fd.ClientResult(message, weight, state, metrics)"
+        )
+    return result
+
+
 def with_survey(algorithm: Algorithm, server: Any, old: PyTree, work: Work) -> Work:
     """The work, whose mean of the first phase is 0 if it is not known: outside of a round, only shapes are needed."""
     if algorithm.survey is None or work.surveyed is not None:
         return work
-    message = jax.eval_shape(lambda: summed(algorithm.survey(server, old, work).message))  # type: ignore[misc]
+    message = jax.eval_shape(lambda: summed(result_of(algorithm, "survey", server, old, work).message))
     return work._replace(surveyed=jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), message))
 
 
@@ -303,7 +309,7 @@ def some_message(engine: Engine, params: Params, rows: Rows) -> PyTree:
     shared = Shared(engine.algorithm.init_server(params), rows, key, zero, jnp.zeros((), float))
     (_, work), client = some_client(engine, shared, zero), engine.algorithm.init_client(params)
     work = with_survey(engine.algorithm, shared.server, client, work)
-    return engine.algorithm.client_update(shared.server, client, work).message
+    return result_of(engine.algorithm, "client_update", shared.server, client, work).message
 
 
 def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array, available: jax.Array | None) -> jax.Array:

@@ -36,7 +36,7 @@ def check_mixing(model: Model, params: PyTree, data: FederatedData, decode: Call
 
     params: the shapes of the parameters. decode: as in `fit.check_model`.
     """
-    x = jax.eval_shape(lambda: decode(jnp.zeros((B, *data.x.shape[1:]), data.x.dtype)))
+    x = jax.eval_shape(lambda: decode(jnp.zeros((B, *data.x.shape[1:]), jax.dtypes.canonicalize_dtype(data.x.dtype))))
     leaves, structure = jax.tree.flatten(params)
     form, _ = recipes.split(model)
     unclear: Callable = _unclear.__wrapped__ if form.private else _unclear

@@ -299,8 +299,11 @@ def assemble(options: Options) -> Setup:
                 f"{algorithm.name} needs the test accuracy, got an evaluation without it: use a classifier and integer "
                 'labels, or a Model whose scores return an "accuracy"'
             )
-    message = jax.eval_shape(lambda *given: summed(some_message(engine, *given)), shapes.params, Rows(*engine.row))
-    validate.check_rule(aggregation, message, cohort_size)
+
+    def added() -> Any:  # the shapes of what one client adds to the sum
+        return jax.eval_shape(lambda *shapes: summed(some_message(engine, *shapes)), shapes.params, Rows(*engine.row))
+
+    validate.check_rule(aggregation, added, cohort_size)
     if clock.mixes == "models":
         check_mixes(engine, shapes.params)
     one_state = engine if client_store in ON_DEVICES else engine._replace(state_rows=1)

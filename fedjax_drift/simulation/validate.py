@@ -183,10 +183,10 @@ def check_aggregation(
         )
 
 
-def check_rule(aggregation: Aggregation, message: Any, K: int) -> None:
+def check_rule(aggregation: Aggregation, message: Callable, K: int) -> None:
     """Checks that the functions of an aggregation rule fit each other and the messages of the algorithm.
 
-    message: the shapes of what one client adds to the sum.
+    message: ``message()`` returns the shapes of what one client adds to the sum.
     """
     if aggregation.check is not None:
         aggregation.check(K)
@@ -198,10 +198,11 @@ def check_rule(aggregation: Aggregation, message: Any, K: int) -> None:
         part, weight = aggregation.contribute(state, sent, weight)
         return aggregation.combine(state, part, weight, jax.random.key(0, impl=THREEFRY), K), (sent, state)
 
+    sent = message()
     form = "contribute(state, message, weight) -> (part, weight) and "
     form += "combine(state, total, weight, key, K) -> (mean, state)"
     try:
-        found, needed = ([name for name, *_ in layout(each)] for each in jax.eval_shape(mean, message))
+        found, needed = ([name for name, *_ in layout(each)] for each in jax.eval_shape(mean, sent))
     except Exception as error:
         raise ConfigurationError(
             f"{aggregation.name} must have the functions {form}, got some that fail: {first_line(error)}"

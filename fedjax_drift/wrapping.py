@@ -1,0 +1,71 @@
+"""Algorithms around other algorithms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fedjax_drift.types import Algorithm, ClientResult, PyTree, Round, Work
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def inside(
+    base: Algorithm,
+    *,
+    server: str | None = None,
+    client: str | None = None,
+    received: Callable[[Any, PyTree, Work], tuple[Any, Work]] | None = None,
+    message: Callable[[PyTree], PyTree] = _same,
+    surveyed: Callable[[PyTree], PyTree] | None = None,
+) -> Algorithm:
+    """The functions of a base algorithm, as those of an algorithm around it, whose variables contain those of the base.
+
+    An algorithm around another one replaces the functions that it changes, among them ``init_server`` and
+    ``init_client`` if its variables are others. It cannot forget one of the rest.
+
+    Args:
+      server, client: the field of the outer variables that contains those of the base. None: they are the same.
+      received: ``received(server, client, work) -> (server, work)`` of the base, on a client. Default: the base's part
+        of the server's variables, and the same work.
+      message: ``message(m)`` returns the base's part of a message, or of a mean of messages. Default: all of it.
+      surveyed: the same for messages of `Algorithm.survey`.
+    """
+
+    def part(variables: Any, field: str | None) -> Any:
+        return variables if field is None else getattr(variables, field)
+
+    def put(variables: Any, field: str | None, new: Any) -> Any:
+        return new if field is None else variables._replace(**{field: new})
+
+    def seen(of_round: Any) -> Any:
+        """The `Work` or the `Round` of the base."""
+        return of_round if surveyed is None else of_round._replace(surveyed=surveyed(of_round.surveyed))
+
+    def on_client(function: Callable) -> Callable:
+        def call(s: Any, c: PyTree, work: Work) -> Any:
+            of_base, work = (part(s, server), work) if received is None else received(s, c, work)
+            result = function(of_base, part(c, client), seen(work))
+            return result._replace(state=put(c, client, result.state)) if isinstance(result, ClientResult) else result
+
+        return call
+
+    def on_server(function: Callable, s: Any, mean: PyTree, context: Round) -> Any:
+        return function(part(s, server), message(mean), seen(context))
+
+    lifted: dict[str, Callable[[Callable], Callable]] = {
+        "client_update": on_client,
+        "survey": on_client,
+        "personal": on_client,
+        "server_update": lambda f: lambda s, mean, context: put(s, server, on_server(f, s, mean, context)),
+        "report": lambda f: lambda s, mean, context: on_server(f, s, mean, context),
+        "finish": lambda f: lambda s, c: put(c, client, f(part(s, server), part(c, client))),
+        "complete": lambda f: lambda c, m: put(c, client, f(part(c, client), message(m))),
+        "observe": lambda f: lambda s, metrics: put(s, server, f(part(s, server), metrics)),
+        "models": lambda f: lambda s: f(part(s, server)),
+    }
+    functions = {name: f for name in lifted if (f := getattr(base, name)) is not None}
+    changes: dict[str, Any] = {name: lifted[name](function) for name, function in functions.items()}
+    return base._replace(**changes)
