@@ -374,7 +374,8 @@ OF_BATCH_NORM = {
     )
     for kept in ("average", "frozen")
 }
-EVERY = {**MODELS, **OF_BATCH_NORM}
+# `drug_target` cannot be made in float64, because its embedding has another dtype than its convolutions.
+EVERY = {name: make for name, make in {**MODELS, **OF_BATCH_NORM}.items() if name != "drug_target"}
 
 
 @pytest.mark.parametrize("name", ["linear", "lenet5", *(thorough(n) for n in EVERY if n not in ("linear", "lenet5"))])
