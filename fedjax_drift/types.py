@@ -29,8 +29,7 @@ from fedjax_drift import reprs
 from fedjax_drift.batch_norm import whole as whole
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.message import Row as Row
-from fedjax_drift.model import Model as Model
-from fedjax_drift.model import Params, Part, PyTree
+from fedjax_drift.model import Model, Params, Part, PyTree
 from fedjax_drift.needs import Needs as Needs
 from fedjax_drift.recipes import Recipe, recorded
 from fedjax_drift.schedules import of_rounds
