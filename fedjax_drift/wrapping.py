@@ -7,6 +7,8 @@ from typing import Any
 
 from fedjax_drift.types import Algorithm, ClientResult, PyTree, Round, Work
 
+PHASES = ("survey", "client_update")  # the functions of an algorithm whose results have a message
+
 
 def _same(value: Any) -> Any:
     return value
@@ -20,6 +22,7 @@ def inside(
     received: Callable[[Any, PyTree, Work], tuple[Any, Work]] | None = None,
     message: Callable[[PyTree], PyTree] = _same,
     surveyed: Callable[[PyTree], PyTree] | None = None,
+    sends: Callable[[Any, PyTree], PyTree] = lambda server, m: m,
 ) -> Algorithm:
     """The functions of a base algorithm, as those of an algorithm around it, whose variables contain those of the base.
 
@@ -32,6 +35,7 @@ def inside(
         of the server's variables, and the same work.
       message: ``message(m)`` returns the base's part of a message, or of a mean of messages. Default: all of it.
       surveyed: the same for messages of `Algorithm.survey`.
+      sends: ``sends(server, m)`` returns what a client sends in the place of the message m of the base, in both phases.
     """
 
     def part(variables: Any, field: str | None) -> Any:
@@ -48,7 +52,9 @@ def inside(
         def call(s: Any, c: PyTree, work: Work) -> Any:
             of_base, work = (part(s, server), work) if received is None else received(s, c, work)
             result = function(of_base, part(c, client), seen(work))
-            return result._replace(state=put(c, client, result.state)) if isinstance(result, ClientResult) else result
+            if not isinstance(result, ClientResult):
+                return result
+            return result._replace(message=sends(s, result.message), state=put(c, client, result.state))
 
         return call
 

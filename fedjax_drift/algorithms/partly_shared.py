@@ -124,7 +124,7 @@ def partly_shared(
         work = work._replace(part=part, surveyed=filled(work.surveyed))
         result = base.client_update(server._replace(params=start), client.base, work)  # (2)
         own = result.trained(base.name).own  # (3)
-        message = without_personal(result.message, start, mask)
+        message = shared_part(server, result.message)
         if not averages:
             return result._replace(message=message, state=Client(result.state, own))
         moved = [p - w for p, w in zip(own, leaves_of(server.params), strict=True)]
@@ -150,10 +150,8 @@ def partly_shared(
     def received(server: Any, client: Client, work: Work) -> tuple[Any, Work]:
         return server._replace(params=model_of_client(server, client, work)), work
 
-    def survey(server: Any, client: Client, work: Work) -> ClientResult:
-        assert inner.survey is not None
-        result, mask = inner.survey(server, client, work), leaves.select("personal", personal, server.params)
-        return result._replace(message=without_personal(result.message, server.params, mask))
+    def shared_part(server: Any, message: PyTree) -> PyTree:
+        return without_personal(message, server.params, leaves.select("personal", personal, server.params))
 
     def model_of_client(server: Any, client: Client, work: Work) -> Params:
         return with_leaves(server.params, own_leaves(server.params, client))
@@ -161,14 +159,13 @@ def partly_shared(
     def of_base(message: PyTree) -> PyTree:
         return filled(message[0] if averages else message)
 
-    inner = inside(base, client="base", received=received, message=of_base, surveyed=filled)
+    inner = inside(base, client="base", received=received, message=of_base, surveyed=filled, sends=shared_part)
     needs = Needs.of(base.requires) | Needs(epochs=base_epochs + 1 if schedule == "alternate" else 0)
     return inner._replace(
         init_client=init_client,
         client_update=client_update,
         server_update=server_update if averages else inner.server_update,
         personal=model_of_client if keeps else None,
-        survey=survey if inner.survey else None,
         requires=needs,
         name="partly_shared",
     )

@@ -32,7 +32,7 @@ from fedjax_drift.compression.codec import Codec
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.message import Coded, decoded, is_like
 from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Params, PyTree, Trained, Work, algorithm
-from fedjax_drift.wrapping import inside
+from fedjax_drift.wrapping import PHASES, inside
 
 MESSAGE = 2**32 - 2  # fold_in(work.key, MESSAGE) is the key of the codec; `local.OPTIMIZER` is the next number
 
@@ -95,9 +95,8 @@ def compressed(base: Algorithm, codec: Codec, error_feedback: bool = True, parts
         completed = client if inner.complete is None else inner.complete(client, message)
         return completed._replace(residual=tree.zeros_like(decoded(message)))
 
-    sending = inner._replace(client_update=partial(sent, "client_update"), name=f"{base.name}+{codec.name}")
-    if inner.survey is not None:
-        sending = sending._replace(survey=partial(sent, "survey"))
+    coded: dict[str, Any] = {phase: partial(sent, phase) for phase in PHASES if getattr(inner, phase) is not None}
+    sending = inner._replace(**coded, name=f"{base.name}+{codec.name}")
     return sending._replace(init_client=init_client, complete=complete) if error_feedback else sending
 
 
