@@ -16,7 +16,8 @@ from fedjax_drift.recipes import Recipe, recorded
 from fedjax_drift.tree import PyTree
 
 Params = PyTree
-FUNCTIONS = ("apply", "train_apply", "features", "head", "extractor")  # the functions of the parameters
+FUNCTIONS = {"apply": 2, "train_apply": 3, "features": 2, "head": 2, "extractor": 2}
+"""The functions of the parameters, and how many arguments they take, apart from a mask of the batch."""
 
 
 def cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:

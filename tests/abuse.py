@@ -545,6 +545,7 @@ def sweeps() -> Iterator[Call]:
         "start": without_none(Kind(ANYTHING)),
         "together": Kind(integer().nonsense, ["auto", np.int64(1)]),
         **of_runs(),
+        "on_round": without_none(function(3))._replace(odd=[None, print]),
     }
     yield Call("fd.sweep", fd.sweep, {"build": built, "rounds": 1, "progress": False}, kinds)
     kinds = {name: kind for name, kind in kinds.items() if name not in ("build", "settings")}

@@ -18,7 +18,8 @@ from fedjax_drift.checks import first_line
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
-from fedjax_drift.model import Model, cross_entropy
+from fedjax_drift.masks import takes_mask
+from fedjax_drift.model import FUNCTIONS, Model, cross_entropy
 from fedjax_drift.participation import Participation
 from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation
@@ -47,6 +48,9 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
             raise ConfigurationError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
     checks.fields(model)
     checks.fields(algorithm)
+    for name, takes in {**FUNCTIONS, "loss": 2}.items():
+        if (function := getattr(model, name)) is not None:
+            checks.function(f"Model.{name}", function, "or with a last argument mask", takes + takes_mask(function))
     if model.statistics is not None and not isinstance(model.statistics, Statistics):
         raise ConfigurationError(
             f"Model.statistics must be of type Statistics, got {checks.shown(model.statistics)}: pass the option to "
