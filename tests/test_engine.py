@@ -526,7 +526,7 @@ def test_a_loss_that_is_nan_is_reported_although_the_updates_are_finite(data) ->
     assert_close(dropped.params, sim().round_fn(start, cohort=[0, 1, 2, 3, 5])[0].params)
     in_test = fd.FederatedData.from_clients(pairs[:4], test=pairs[4])
     with pytest.warns(RuntimeWarning, match="round 0: the test loss must be finite, got nan"):
-        simulate(in_test, model=model, cohort_size=4).run(start, 1, progress=False)
+        simulate(in_test, fd.algorithms.fedavg(), model=model, cohort_size=4).run(start, 1, progress=False)
     with pytest.warns(RuntimeWarning, match="got a loss of nan for client 4, one of 1 such clients"):
         sim().evaluate_clients(state)
 
