@@ -486,7 +486,9 @@ def test_rules_that_do_not_fit_a_simulation(data) -> None:
         with pytest.raises(ValueError, match='keeps the weights of the clients.*pass weighting="uniform"'):
             simulate(data, rule, fd.algorithms.feddyn(0.1, weighting="examples"))
     uniform, markov = (simulate(data, RULES[name]) for name in ("uniform", "markov"))
-    with pytest.raises(ValueError, match="participation rule markov, got one of another participation rule"):
+    with pytest.raises(
+        ValueError, match="must have the state of the participation rule markov in its field participation"
+    ):
         markov.round_fn(uniform.init(jax.random.key(0)))
     with pytest.raises(ValueError, match="privacy accounting"):
         simulate(data, RULES["by_size"], fd.algorithms.fedavg(), aggregation=fd.aggregation.private(1.0, 1.0))
