@@ -19,6 +19,7 @@ import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.batch_norm import whole
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.message import summed
 
 pytestmark = pytest.mark.thorough
 
@@ -230,7 +231,7 @@ def test_every_algorithm_handles_the_statistics_or_is_refused(name, kept) -> Non
     sim = simulate(cosines(kept), algorithm)  # this traces the client update
     start = initial(np.float32)
     server = sim.setup.engine.algorithm.init_server(start)
-    message = sim.setup.any_update().message
+    message = jax.eval_shape(summed, sim.setup.any_update().message)
     shapes = [leaf.shape for leaf in jax.tree.leaves(start["batch_stats"])]
     assert [leaf.shape for leaf in jax.tree.leaves(message.change)] == (shapes if kept == "average" else [])
     # Every server adds the mean change of the statistics to them, whatever it does with the other leaves.
