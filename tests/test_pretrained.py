@@ -78,7 +78,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path):
     (tmp_path / "empty.npz").write_bytes(b"")
     (tmp_path / "cut.npz").write_bytes((tmp_path / "small.npz").read_bytes()[:-40])
     for name in ("one.npy", "text.npz", "empty.npz", "cut.npz"):
-        with pytest.raises(ValueError, match=f"{name}: it is no npz"):
+        with pytest.raises(ValueError, match="it is no npz|looks like one of NumPy"):
             load_params(small, tmp_path / name)
 
 
