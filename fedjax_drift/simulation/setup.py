@@ -204,6 +204,7 @@ def assemble(options: Options) -> Setup:
         options
     )
     validate.check_types(model, data, algorithm, local)
+    algorithm = algorithm._replace(requires=Needs.of(algorithm.requires))
     N = data.num_clients
     cohort_size = checks.integer("cohort_size", cohort_size, 1, N, f"the federation has {N} clients")
     clients_selected = failures.clients_selected(cohort_size, N)
@@ -291,7 +292,7 @@ def assemble(options: Options) -> Setup:
         engine = engine._replace(state_rows=-(-N // D) * D, sharded=True)
     measures = drift.check_measures(options.measure, engine, data.x_test is not None, rows_at == "host")
     arrays = rows.place(data, mesh, rows_at, placement.eval_batch_size)
-    if Needs.of(algorithm.requires).accuracy:
+    if algorithm.requires.accuracy:
         test = at_round(engine, arrays.test, jnp.int32(0)) if arrays.test is not None else None
         scores = jax.eval_shape(partial(evaluate, engine), shapes.params, test)
         if "accuracy" not in scores:

@@ -14,7 +14,6 @@ from fedjax_drift.round.engine import Engine, Rows
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.train import some_message
 from fedjax_drift.simulation.selection import Selection, selection_of
-from fedjax_drift.types import Needs
 
 
 def check_clock(engine: Engine, selection: Selection) -> Devices | None:
@@ -75,7 +74,7 @@ def check_clock(engine: Engine, selection: Selection) -> Devices | None:
 
 def check_versions(engine: Engine) -> None:
     """Checks that messages of clients that started in different rounds have a common mean."""
-    algorithm, local, needs = engine.algorithm, engine.local, Needs.of(engine.algorithm.requires)
+    algorithm, local, needs = engine.algorithm, engine.local, engine.algorithm.requires
     fix = f"leave clock= out, or pass concurrency={engine.cohort_size}, with which all clients start together"
     if needs.one_version:
         raise ConfigurationError(

@@ -26,7 +26,7 @@ from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.shift.rule import Owner
 from fedjax_drift.simulation.ascent import check_optimizer
 from fedjax_drift.tree import layout
-from fedjax_drift.types import THREEFRY, Algorithm, Needs, Params, ServerState
+from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
 
 
 def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
@@ -69,7 +69,7 @@ MISSING = {
 
 def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining, has_test: bool) -> None:
     """Checks that the model, the local training and the data meet the requirements of the algorithm."""
-    needs = Needs.of(algorithm.requires)
+    needs = algorithm.requires
     if needs.epochs and (local.steps is not None or local.epochs < needs.epochs):
         given = local.epochs if local.steps is None else f"{local.steps} steps"
         raise ConfigurationError(
@@ -102,7 +102,7 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
 
 def check_statistics(kept: str, algorithm: Algorithm, aggregation: Aggregation) -> None:
     """Checks that the algorithm and the aggregation can work with running statistics. kept: as in `Statistics`."""
-    if kept != "frozen" and Needs.of(algorithm.requires).one_model:
+    if kept != "frozen" and algorithm.requires.one_model:
         raise ConfigurationError(
             f"{algorithm.name} trains more than one model, which would share their running statistics, got "
             f'statistics={kept!r}: use statistics="frozen", or GroupNorm instead of BatchNorm'
@@ -150,12 +150,12 @@ def check_aggregation(
             "pass fd.aggregation.clipped(1.0), for example; None means the weighted mean"
         )
     checks.fields(aggregation, "see fd.aggregation.Aggregation")
-    if Needs.of(algorithm.requires).weights and (participation.weights == "uniform" or participation.expected):
+    if algorithm.requires.weights and (participation.weights == "uniform" or participation.expected):
         raise ConfigurationError(
             f"{algorithm.name} needs a participation rule that keeps the weights of the clients, got "
             f'{participation.name}: pass weighting="uniform"'
         )
-    if aggregation.noise_multiplier is not None and Needs.of(algorithm.requires).weights:
+    if aggregation.noise_multiplier is not None and algorithm.requires.weights:
         raise ConfigurationError(
             f"{algorithm.name} needs an aggregation that keeps the weights of the clients, got {aggregation.name}, "
             'which weights all by 1: pass weighting="uniform"'
