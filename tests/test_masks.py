@@ -186,9 +186,12 @@ COUPLED = fd.Model(
 WITH_LOSS = COUPLED._replace(loss=spread)
 
 
-def without_padding(monkeypatch) -> None:
-    """Batches get the shape [n, ...] of their n examples. Loops must then be loops of Python (`jax.disable_jit`)."""
-    padded = rounds.client_work
+def without_padding(monkeypatch) -> set[int]:
+    """Batches get the shape [n, ...] of their n examples. Loops must then be loops of Python (`jax.disable_jit`).
+
+    Returns the sizes n of the batches, which is filled while clients train.
+    """
+    padded, sizes = rounds.client_work, set()
 
     def client_work(*arguments: Any) -> Work:
         work = padded(*arguments)
@@ -200,11 +203,14 @@ def without_padding(monkeypatch) -> None:
         return work._replace(epoch=epoch)
 
     def real(batch: Batch) -> Batch:
-        shapes_only = isinstance(batch.mask, jax.core.Tracer)
-        return batch if shapes_only else jax.tree.map(lambda a: a[batch.mask], batch)
+        if isinstance(batch.mask, jax.core.Tracer):  # only shapes are needed
+            return batch
+        sizes.add(int(batch.mask.sum()))
+        return jax.tree.map(lambda a: a[batch.mask], batch)
 
     for module in (rounds, survey):
         monkeypatch.setattr(module, "client_work", client_work)
+    return sizes
 
 
 A = fd.algorithms
@@ -241,9 +247,10 @@ def test_a_round_equals_a_loop_over_unpadded_batches(name, monkeypatch) -> None:
 
     with jax.enable_x64(True):
         result = after_two_rounds()
-        without_padding(monkeypatch)
+        sizes = without_padding(monkeypatch)
         with jax.disable_jit():
             jax.tree.map(close, result, after_two_rounds())
+    assert {*range(1, LOCAL.batch_size + 1)} == sizes  # otherwise padded batches were compared with themselves
 
 
 @pytest.mark.thorough
