@@ -66,6 +66,5 @@ def qfedavg(q: float = 1.0, lipschitz: float | None = None) -> Algorithm:
         return Server(jax.tree.map(lambda w, d: w - d / h, server.params, d), F)  # (3), (4)
 
     made = Algorithm(init_server, lambda params: (), client_update, server_update, name="qfedavg")
-    return made._replace(
-        requires=Needs(one_version=True)
-    )  # the same s in all messages of (3), or it does not cancel out
+    # All messages of (3) must have the same s, or it does not cancel out.
+    return made._replace(requires=Needs(one_version=True))

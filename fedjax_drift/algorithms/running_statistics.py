@@ -61,13 +61,17 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
     def init_client(model: Params) -> Client:
         return Client(base.init_client(model["params"]), model["batch_stats"] if local else ())
 
+    def start(server: Server, client: Client) -> PyTree:
+        """The running statistics with which a client starts."""
+        return client.statistics if local else server.statistics
+
     def received(server: Server, client: Client, work: Work) -> tuple[Any, Work]:
-        return server.base, separated(work, client.statistics if local else server.statistics)
+        return server.base, separated(work, start(server, client))
 
     inner = inside(base, server="base", client="base", received=received, message=lambda m: m.base)
 
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:
-        s = client.statistics if local else server.statistics
+        s = start(server, client)
         result = inner.client_update(server, client, work)
         s_i = result.trained(base.name).statistics
         message = Message(result.message, tree.subtract(s_i, s) if averaged else ())
@@ -79,7 +83,7 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
 
     def personal(server: Server, client: Client, work: Work) -> Params:
         params = server.base.params if inner.personal is None else inner.personal(server, client, work)
-        return whole(params, client.statistics if local else server.statistics)
+        return whole(params, start(server, client))
 
     def models(server: Server) -> dict[str, Params]:
         assert inner.models is not None
