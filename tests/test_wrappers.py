@@ -231,6 +231,18 @@ def test_what_a_wrapper_adds_to_a_coded_message_is_counted() -> None:
     assert sent(mean, TWO_LAYERS) == 2 * (5 * 3 + 3) + 4 * 9
 
 
+def test_an_algorithm_cannot_report_the_bytes_itself() -> None:
+    base = a.fedavg()
+
+    def client_update(server, client, work):
+        result = base.client_update(server, client, work)
+        return result._replace(metrics=result.metrics | {"uplink_bytes": jnp.ones(())})
+
+    sim = simulate(base._replace(client_update=client_update))
+    with pytest.raises(ConfigurationError, match="must not be used already, got uplink_bytes"):
+        sim.round_fn(sim.init(jax.random.key(0)))
+
+
 def test_noise_does_not_move_personal_leaves() -> None:
     private = fd.aggregation.private(clip_norm=1.0, noise_multiplier=1.0)
     partly = a.partly_shared(personal="classifier")

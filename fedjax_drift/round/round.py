@@ -131,8 +131,8 @@ def observed_round(
     outcome, metrics = jax.tree.map(of_cohort, (outcome, metrics))  # [K, ...]
     state_of_rule = observe(engine, state, assigned, outcome["answered"], metrics.get("loss"))
     info = describe(engine, assigned, outcome, allowed)
-    info = with_metrics(engine, info, metrics)
     info |= exchanged_bytes(engine, state.server, assigned.shared.rows, info["cohort"], outcome["bits"])
+    info = with_metrics(engine, info, metrics)
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
     if algorithm.report is not None:
         reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))
