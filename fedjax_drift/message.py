@@ -1,6 +1,6 @@
-"""What a client sends, if it is not simply the arrays that the server adds up.
+"""The parts of a message that are not sent as the server adds them up.
 
-A message is a pytree. Some nodes in it stand for other arrays:
+A message is a pytree of arrays. A node of one of these types stands for other arrays:
 
 - `Coded`: an array that went through a codec. The server adds up what it decodes, and the bits of the code are counted.
 - `Row`: a part of the message for one of k models. The server adds it to row j of k rows. Only the part is sent.

@@ -24,10 +24,10 @@ def inside(
     surveyed: Callable[[PyTree], PyTree] | None = None,
     sends: Callable[[Any, PyTree], PyTree] = lambda server, m: m,
 ) -> Algorithm:
-    """The functions of a base algorithm, as those of an algorithm around it, whose variables contain those of the base.
+    """Returns an algorithm around ``base``. Each of its functions calls that of the base with the base's variables.
 
-    An algorithm around another one replaces the functions that it changes, among them ``init_server`` and
-    ``init_client`` if its variables are others. It cannot forget one of the rest.
+    The variables of the new algorithm contain those of the base. The caller replaces the functions that it changes,
+    among them ``init_server`` and ``init_client`` if there are more variables. All others are passed on.
 
     Args:
       server, client: the field of the outer variables that contains those of the base. None: they are the same.

@@ -17,10 +17,8 @@ from fedjax_drift.models.low_rank import scan_counts
 
 
 class Rows(NamedTuple):
-    """The array, as [before, B, after] in row-major order, has at position b of B what depends on example b alone.
-
-    A reshape does not change it.
-    """
+    """Where the batch axis of an array is. In row-major order, the array is [before, B, after], and position b of B
+    depends on example b alone. A reshape does not change these two numbers."""
 
     before: int
     after: int
