@@ -155,14 +155,14 @@ def test_running_statistics_call_all_functions_of_the_algorithm(kept) -> None:
 @pytest.mark.parametrize("outer", WRAPPERS)
 @pytest.mark.parametrize("inner", [thorough(name) for name in WRAPPERS])
 def test_wrappers_of_wrappers_call_all_functions(outer, inner) -> None:
-    personal = inner in PERSONAL and outer in PERSONAL and inner != "frozen"
 
     def wrap(base):
         return WRAPPERS[outer](WRAPPERS[inner](base))
 
-    if personal:
-        with pytest.raises(ConfigurationError, match="base must be an algorithm without personal models"):
-            wrap(spied(set())._replace(personal=None))
+    if inner in PERSONAL and outer in PERSONAL:
+        refused = "must not be inside another" if inner == "frozen" else "must be an algorithm without personal models"
+        with pytest.raises(ConfigurationError, match=refused):
+            check_calls(wrap, TWO_LAYERS, {"personal"})
         return
     check_calls(wrap, BATCH_NORM["average"], {"personal"} if {outer, inner} & {*PERSONAL} else set())
 

@@ -28,7 +28,7 @@ from fedjax_drift import checks, leaves
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
-from fedjax_drift.message import Absent, filled, is_like
+from fedjax_drift.message import Absent, decoded, filled, is_like
 from fedjax_drift.model import Part
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 from fedjax_drift.wrapping import inside
@@ -111,6 +111,11 @@ def partly_shared(
             raise ConfigurationError(
                 f"base must keep the global model in a field params of a NamedTuple, got {base.name}: use another base"
             )
+        if work.part is not None:  # `local.train` treats one part, so the outer one's leaves would be trained as usual
+            raise ConfigurationError(
+                "partly_shared must not be inside another partly_shared, got two of them: select the leaves of both "
+                "with one personal="
+            )
         start = with_leaves(server.params, own_leaves(server.params, client))  # (1)
         mask = leaves.select("personal", personal, start)
         shared, everything = jax.tree.map(lambda is_own: not is_own, mask), jax.tree.map(lambda is_own: True, mask)
@@ -175,9 +180,13 @@ def without_personal(message: PyTree, params: Params, mask: PyTree) -> PyTree:
     """The message without the personal leaves of all its parts that are shaped like the parameters."""
     is_like_params = is_like(params)
 
+    def absent(leaf: PyTree) -> Absent:
+        array = filled(decoded(leaf))
+        return Absent(array.shape, array.dtype)
+
     def shared(part: PyTree) -> PyTree:
         if not is_like_params(part):
             return part
-        return jax.tree.map(lambda is_own, w, leaf: Absent(w.shape, w.dtype) if is_own else leaf, mask, params, part)
+        return jax.tree.map(lambda is_own, leaf: absent(leaf) if is_own else leaf, mask, part)
 
     return jax.tree.map(shared, message, is_leaf=is_like_params)
