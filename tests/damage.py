@@ -71,6 +71,8 @@ class Format(NamedTuple):
     """Whether the format has checksums. If it has, every change must be detected."""
     crafted: dict[str, Change] = {}
     """Changes that turn the file into an attack, or into a file with a mistake in its format."""
+    warm: bool = False
+    """Whether the valid example is loaded first, because memory of other packages and of a device is not counted."""
 
 
 # ---------------------------------------------------------------- damage
@@ -1014,12 +1016,12 @@ FORMATS = {
         "text": npz(**PARAMS | {"classifier/dense/bias": np.array(["a", "b"])}),
         "complex": npz(**PARAMS | {"classifier/dense/bias": np.ones(2, complex)}),
         "safetensors": safetensors(2, b"{}"), "long safetensors": safetensors(2**63, b"{}"),
-    }),
+    }, warm=True),
     "parameters safetensors": Format(make_safetensors, load_safetensors, False, {
         "no header": safetensors(2, b"{}"), "a long header": safetensors(2**63, b"{}"), "empty": written(""),
         "a huge array": replaced('"shape":[2]', '"shape":[9]'), "an unknown dtype": replaced('"F32"', '"F99"'),
         "complex": replaced('"F32","shape":[4,2]', '"C64","shape":[2,2]'), "an array twice": replaced("kernel", "bias"),
-    }),
+    }, warm=True),
     "log": Format(make_log, load_log, False, {
         "not UTF-8": replaced("round", "\xff"), "deep": written("[" * 100_000 + "\n"),
         "no round": replaced('"round": 2, ', ""), "a round of text": replaced('"round": 2', '"round": "b"'),
@@ -1034,10 +1036,10 @@ FORMATS = {
         "classes of text": replaced('"num_classes": 2', '"num_classes": "b"'),
         "a seed of no list": replaced("[0]", "0"), "a name of no text": replaced('"linear"', "[]"),
         "no algorithms": replaced('["a"]', "[]"), "an algorithm of no text": replaced('["a"]', "[3]"),
-    }),
-    "run folder, model": Format(make_run("a/model.npz"), load_run, True),
-    "tfds array_record": Format(make_tfds("*train.array_record*"), load_tfds, True),
-    "tfds info": Format(make_tfds("dataset_info.json"), load_tfds),
+    }, warm=True),
+    "run folder, model": Format(make_run("a/model.npz"), load_run, True, warm=True),
+    "tfds array_record": Format(make_tfds("*train.array_record*"), load_tfds, True, warm=True),
+    "tfds info": Format(make_tfds("dataset_info.json"), load_tfds, warm=True),
 }  # fmt: skip
 
 
@@ -1081,7 +1083,8 @@ def outcome(file_format: Format, folder: Path, path: Path, wanted: str) -> tuple
     return ("same" if found == wanted else "different"), ""
 
 
-def in_child(work: Callable[[], tuple[str, str]]) -> tuple[str, str]:
+def in_child(work: Callable[[], tuple[str, str]], before: Callable[[], Any] = tuple) -> tuple[str, str]:
+    """Calls both in a child process. Time and memory are limited after ``before``."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         os.close(read)
@@ -1089,7 +1092,9 @@ def in_child(work: Callable[[], tuple[str, str]]) -> tuple[str, str]:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the default action ends the child, even in C code
         signal.alarm(SECONDS)
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
+        before()
+        used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+        resource.setrlimit(resource.RLIMIT_CPU, (int(used) + CPU_SECONDS, int(used) + CPU_SECONDS + 1))
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, resource.RLIM_INFINITY))
         try:
@@ -1141,8 +1146,9 @@ def tried(name: str, count: int, folder: Path) -> Iterator[tuple[str, str, str]]
     result, made = in_child(lambda: ("made", str(file_format.make(pristine))))
     assert result == "made", f"{name}: {made}"
     relative = Path(made).relative_to(pristine)
+    warm = functools.partial(file_format.load, pristine) if file_format.warm else tuple
     with copied(pristine) as whole:
-        result, wanted = in_child(lambda: ("loaded", digest(file_format.load(whole))))
+        result, wanted = in_child(lambda: ("loaded", digest(file_format.load(whole))), warm)
         assert result == "loaded", f"{name}: the valid example: {wanted}"
     for damage, change in cases(file_format, count, rng):
         with copied(pristine) as damaged:
@@ -1151,7 +1157,8 @@ def tried(name: str, count: int, folder: Path) -> Iterator[tuple[str, str, str]]
             change(path)
             if path.is_file() and path.read_bytes() == before:
                 continue
-            yield damage, *in_child(functools.partial(outcome, file_format, damaged, path, wanted))
+            load = functools.partial(outcome, file_format, damaged, path, wanted)
+            yield damage, *in_child(load, warm)
     shutil.rmtree(pristine)
 
 
