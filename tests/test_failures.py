@@ -59,6 +59,22 @@ def test_a_round_with_dropout_equals_a_round_of_the_clients_that_report(data) ->
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[gone], b[gone]), failed.clients, start.clients)
 
 
+@pytest.mark.parametrize("placed", [{}, {"stream": True, "lanes": 2}], ids=["here", "streamed"])
+def test_metrics_of_clients_that_do_not_report_are_0(data, placed) -> None:  # noqa: F811
+    base = fd.algorithms.scaffold()
+
+    def update(server, client, work) -> fd.ClientResult:
+        result = base.client_update(server, client, work)
+        return result._replace(metrics=result.metrics | {"ratio": result.weight / 0, "one": 1})
+
+    algorithm = fd.compression.compressed(base._replace(client_update=update), fd.compression.random_k(0.3))
+    (info,) = rounds(simulate(data, algorithm, dropout=0.5, **placed), 1)
+    there, of_clients = info["cohort"] >= 0, ("loss", "compression_error", "ratio", "one")
+    assert 0 < there.sum() < 10
+    for name in of_clients:
+        assert (info[name][~there] == 0).all() and (info[name][there] != 0).all(), name
+
+
 def test_a_round_without_reporting_clients_changes_nothing(data) -> None:  # noqa: F811
     # The server of FedGVR also stores test accuracies. A round without reporting clients must not add one.
     sim = simulate(data, fd.algorithms.fedgvr(), dropout=1.0)

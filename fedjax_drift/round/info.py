@@ -47,6 +47,11 @@ def describe(
     return info
 
 
+def of_present(cohort: jax.Array, metrics: Metrics) -> Metrics:
+    """The metrics [K] of the clients, and 0 where the cohort has none, id -1: what is computed there has no meaning."""
+    return {name: jnp.where(cohort < 0, jnp.zeros_like(value), value) for name, value in metrics.items()}
+
+
 def with_metrics(engine: Engine, info: dict[str, jax.Array], metrics: Metrics) -> dict[str, jax.Array]:
     """``info`` with additional metrics. Raises ConfigurationError if a name is already used."""
     if clash := (info.keys() | RECORDED) & metrics.keys():

@@ -30,7 +30,7 @@ from fedjax_drift.round.cohort import NOISE, assign, available, observe
 from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, partitionable, replicated
 from fedjax_drift.round.evaluate import at_round, evaluate, other_models
 from fedjax_drift.round.flight import as_started, mixed
-from fedjax_drift.round.info import check_names, describe, with_metrics
+from fedjax_drift.round.info import check_names, describe, of_present, with_metrics
 from fedjax_drift.round.observer import Observer
 from fedjax_drift.round.places import in_cohort_order
 from fedjax_drift.round.survey import survey
@@ -132,7 +132,7 @@ def observed_round(
     state_of_rule = observe(engine, state, assigned, outcome["answered"], metrics.get("loss"))
     info = describe(engine, assigned, outcome, allowed)
     info |= exchanged_bytes(engine, state.server, assigned.shared.rows, info["cohort"], outcome["bits"])
-    info = with_metrics(engine, info, metrics)
+    info = with_metrics(engine, info, of_present(info["cohort"], metrics))
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
     if algorithm.report is not None:
         reported = scalars(algorithm, "the result of report", algorithm.report(state.server, mean, context))
