@@ -188,8 +188,14 @@ def move(p: Player, place: Place) -> None:
     p.place, p.sim = place, sim
 
 
+def takes_cohort(sim: fd.Simulation) -> bool:
+    """Whether a cohort may be given."""
+    engine = sim.setup.engine
+    return not engine.asynchronous and engine.participation.expected is None
+
+
 def one_round(p: Player, cohort: list[int] | None) -> None:
-    old, cohort = p.state, None if p.sim.setup.engine.asynchronous else cohort
+    old, cohort = p.state, cohort if takes_cohort(p.sim) else None
     p.advance("round", 1, lambda: p.sim.round_fn(p.state, cohort), lambda state, _: p.plain.round_fn(state, cohort))
     if p.checked and not p.overwrites:
         check_bits("the same round again", reached(p.sim.round_fn(old, cohort)[0]), reached(p.state))
@@ -284,9 +290,7 @@ def asked(p: Player, method: str, *arguments: Any) -> None:
 
 def other_cohort(p: Player, cohort: list[int]) -> None:
     """The first client of the cohort alone, and with the others."""
-    engine = p.sim.setup.engine
-    given = not engine.asynchronous and engine.participation.expected is None  # whether a cohort may be given
-    if given and p.case.redealt is None and "over_selection" not in p.case.options:
+    if takes_cohort(p.sim) and p.case.redealt is None and "over_selection" not in p.case.options:
         sim = simulate(p.case, p.place._replace(bank="device", donate=False), p.folder)
         alone, among = [
             of_clients(sim, sim.round_fn(on_host(p.state), ids), cohort[:1]) for ids in (cohort[:1], cohort)
