@@ -169,6 +169,6 @@ def per_domain(name: str, values: Any, D: int, default: float) -> tuple[float, .
     if values is None:
         return (default,) * D
     array = checks.array(name, values)
-    if array.shape != (D,) or not (np.isfinite(array).all() and (array >= 0).all()):
+    if array.shape != (D,) or array.dtype.kind not in "fiu" or not (np.isfinite(array).all() and (array >= 0).all()):
         raise ConfigurationError(f"{name} must be {D} finite numbers >= 0, one per domain, got {checks.shown(values)}")
     return tuple(array.astype(float).tolist())

@@ -193,7 +193,7 @@ def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), test_negatives: int
       ValueError: sizes are not six integers >= 1, or test_negatives < 9 (HR@10 needs 10 examples).
     """
     checked_sizes = checks.array("sizes", sizes)
-    if checked_sizes.shape != (6,):
+    if checked_sizes.shape != (6,) or checked_sizes.dtype.kind not in "iu":
         raise ConfigurationError(
             "sizes must be six integers (the numbers of users, genders, ages, occupations, zips and items), got "
             f"{checks.shown(sizes)}: pass fedjax_drift.data.movielens.sizes(data)"

@@ -73,7 +73,8 @@ def diurnal(
     """
     period, floor = checks.positive("period", period), checks.probability("floor", floor)
     given = None if phases is None else checks.array("phases", phases)
-    if given is not None and (given.ndim != 1 or not given.size or not np.isfinite(given).all()):
+    numbers = given is None or given.ndim == 1 and given.size and given.dtype.kind in "fiu"
+    if not numbers or given is not None and not np.isfinite(given).all():
         raise ConfigurationError(f"phases must be a finite number for each client, [N], got {checks.shown(phases)}")
 
     def available(own: PyTree, key: jax.Array, t: jax.Array, N: int) -> jax.Array:

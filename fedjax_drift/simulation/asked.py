@@ -65,6 +65,6 @@ def _checked_rule(until: Any) -> Until | None:
     if until is None:
         return None
     fix = "pass fd.until.reaches(accuracy=0.98), for example; None means all rounds"
-    if until in [getattr(rules, name) for name in rules.__all__]:
+    if any(until is getattr(rules, name) for name in rules.__all__):
         raise ConfigurationError(f"until must be a rule, got fd.until.{until.__name__} without its arguments: {fix}")
     return checks.function("until", until, fix, takes=1)
