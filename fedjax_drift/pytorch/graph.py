@@ -16,10 +16,9 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.pytorch.arrays import ARRAYS, ELEMENTWISE
-from fedjax_drift.pytorch.layers import IN_MODE, LAYERS, OF_IMAGES, OF_IMAGES_IN_MODE, conv2d, sizes
+from fedjax_drift.pytorch.operations import TABLES
+from fedjax_drift.pytorch.operations.convolutions import conv2d, sizes
 
-TABLES = (ELEMENTWISE, ARRAYS, LAYERS, OF_IMAGES, IN_MODE, OF_IMAGES_IN_MODE)
 SKIPPED = ("_assert", "sym_constrain_range")  # they compute nothing
 NORMS = ("_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training")
 MONOTONE = ("relu", "tanh", "sigmoid", "leaky_relu")  # activations that commute with the maximum

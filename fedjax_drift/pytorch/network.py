@@ -16,9 +16,9 @@ from fedjax_drift.checks import first_line
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 from fedjax_drift.pytorch import graph
 from fedjax_drift.pytorch.graph import Graph
-from fedjax_drift.pytorch.images import Images
-from fedjax_drift.pytorch.layers import Mode
 from fedjax_drift.pytorch.names import flat, nested
+from fedjax_drift.pytorch.operations.images import Images
+from fedjax_drift.pytorch.operations.mode import Mode
 from fedjax_drift.pytorch.run import run
 from fedjax_drift.recipes import Frozen
 from fedjax_drift.tree import PyTree

@@ -6,11 +6,10 @@ from typing import Any
 
 import jax
 
-from fedjax_drift.pytorch import layers
-from fedjax_drift.pytorch.arrays import ARRAYS, ELEMENTWISE
 from fedjax_drift.pytorch.graph import Graph, Node, is_length, is_ref, needed
-from fedjax_drift.pytorch.images import Images, broadcast, is_images, plain
-from fedjax_drift.pytorch.layers import IN_MODE, LAYERS, OF_IMAGES, OF_IMAGES_IN_MODE, Mode
+from fedjax_drift.pytorch.operations import ARRAYS, ELEMENTWISE, IN_MODE, OF_IMAGES, OF_IMAGES_IN_MODE, images
+from fedjax_drift.pytorch.operations.images import Images, broadcast, is_images, plain
+from fedjax_drift.pytorch.operations.mode import Mode
 
 
 def run(
@@ -47,31 +46,30 @@ def _call(node: Node, values: dict[str, Any], mode: Mode) -> Any:
         return OF_IMAGES[name](*arguments, **options)
     if name in OF_IMAGES_IN_MODE:
         return OF_IMAGES_IN_MODE[name](mode, *arguments, **options)
-    images = any(map(is_images, _leaves(arguments)))
-    if images and name in ELEMENTWISE and all(getattr(each, "ndim", 0) <= 4 for each in _leaves(arguments)):
+    among = any(map(is_images, _leaves(arguments)))
+    if among and name in ELEMENTWISE and all(getattr(each, "ndim", 0) <= 4 for each in _leaves(arguments)):
         return Images(ELEMENTWISE[name](*map(broadcast, arguments), **options))
-    if images and (result := _of_images(name, arguments, options)) is not None:
+    if among and (result := _of_images(name, arguments, options)) is not None:
         return result
     arguments, options = _plain(arguments), _plain(options)
     if name in IN_MODE:
         return IN_MODE[name](mode, *arguments, **options)
-    table = next(table for table in (ELEMENTWISE, ARRAYS, LAYERS) if name in table)
-    return table[name](*arguments, **options)
+    return (ELEMENTWISE if name in ELEMENTWISE else ARRAYS)[name](*arguments, **options)
 
 
 def _of_images(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """The operations on images that need no other layout. None: there is no such way."""
     x = arguments[0]
     if name == "cat" and all(each.ndim == 4 for each in x):
-        return layers.concatenate_images(*arguments, **options)
+        return images.concatenate_images(*arguments, **options)
     if not isinstance(x, Images):
         return None
     if name in ("view", "reshape", "_unsafe_view") and len(arguments[1]) == 2 and arguments[1][0] in (-1, x.shape[0]):
-        return layers.flatten_images(*arguments)
+        return images.flatten_images(*arguments)
     if name == "flatten" and arguments[1:] in ((1,), (1, -1), (1, 3)):
-        return layers.flatten_images(x, ())
+        return images.flatten_images(x, ())
     if name == "mean" and len(arguments) > 1 and sorted(d % 4 for d in arguments[1] or ()) == [2, 3] and not options:
-        return layers.mean_of_images(*arguments)
+        return images.mean_of_images(*arguments)
     return None
 
 

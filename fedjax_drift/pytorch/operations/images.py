@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+Array = jax.Array
 
 
 class Images(NamedTuple):
@@ -51,3 +54,23 @@ def broadcast(value: Any) -> Any:
     if not hasattr(value, "ndim") or value.ndim == 0:
         return value
     return jnp.reshape(value, (1,) * (4 - value.ndim) + value.shape).transpose(1, 2, 3, 0)
+
+
+def on_grid(function: Callable[[Array], Array], x: Any) -> Any:
+    """A function of each number by itself, of images or of an array."""
+    return Images(function(x.grid)) if isinstance(x, Images) else function(x)
+
+
+def concatenate_images(parts: Sequence[Any], dim: int = 0) -> Any:
+    """Concatenates images along any axis."""
+    return Images(jnp.concatenate([as_images(part).grid for part in parts], (3, 0, 1, 2)[dim]))
+
+
+def flatten_images(x: Images, shape: Sequence[int]) -> Array:
+    """[B, C, H, W] -> [B, C * H * W]."""
+    return x.grid.reshape(-1, x.grid.shape[-1]).T
+
+
+def mean_of_images(x: Images, dim: Any, keepdim: bool = False) -> Any:
+    """The mean over the positions."""
+    return Images(x.grid.mean((1, 2), keepdims=True)) if keepdim else x.grid.mean((1, 2)).T

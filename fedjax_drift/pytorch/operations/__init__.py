@@ -1,0 +1,46 @@
+"""The operations of PyTorch as functions of JAX arrays, by their names in PyTorch.
+
+The arguments of a function are those of PyTorch's operation, in its order. ``dim`` is an axis, and may be negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fedjax_drift.pytorch.operations import (
+    attention,
+    convolutions,
+    creation,
+    elementwise,
+    mode,
+    normalisation,
+    parts,
+    pooling,
+    products,
+    recurrent,
+    reductions,
+    shapes,
+)
+
+Table = dict[str, Callable[..., Any]]
+
+# Of each number by itself, so in any layout.
+ELEMENTWISE: Table = elementwise.ELEMENTWISE
+# Of arrays in PyTorch's layout.
+ARRAYS: Table = {
+    **creation.ARRAYS,
+    **shapes.ARRAYS,
+    **parts.ARRAYS,
+    **reductions.ARRAYS,
+    **products.ARRAYS,
+    **convolutions.ARRAYS,
+    **normalisation.ARRAYS,
+}
+# These take images as `Images` and as arrays.
+OF_IMAGES: Table = {**convolutions.OF_IMAGES, **pooling.OF_IMAGES, **normalisation.OF_IMAGES}
+# The first argument of these is the `Mode`.
+IN_MODE: Table = {**mode.IN_MODE, **attention.IN_MODE, **recurrent.IN_MODE}
+# And these also take images as `Images`.
+OF_IMAGES_IN_MODE: Table = {**normalisation.OF_IMAGES_IN_MODE, **mode.OF_IMAGES_IN_MODE}
+TABLES = (ELEMENTWISE, ARRAYS, OF_IMAGES, IN_MODE, OF_IMAGES_IN_MODE)
