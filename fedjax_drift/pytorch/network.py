@@ -14,7 +14,7 @@ from fedjax_drift import batch_norm, checks
 from fedjax_drift.batch_norm import Statistics, collections, whole
 from fedjax_drift.checks import first_line
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
-from fedjax_drift.pytorch import graph
+from fedjax_drift.pytorch import export, graph, reading
 from fedjax_drift.pytorch.graph import Graph
 from fedjax_drift.pytorch.names import flat, nested
 from fedjax_drift.pytorch.operations.images import Images
@@ -69,6 +69,7 @@ class Translated(NamedTuple):
 def translated(module: Any, example: jax.ShapeDtypeStruct, channels_last: bool) -> Translated:
     """Reads a module, or a class or a function without arguments that makes one. It is not changed."""
     made = _made(module)
+    export.check_module(made)
     if channels_last and len(example.shape) == 4:
         example = jax.ShapeDtypeStruct([example.shape[i] for i in (0, 3, 1, 2)], example.dtype)
     batch = jax.ShapeDtypeStruct((2, *example.shape[1:]), example.dtype)
@@ -78,14 +79,14 @@ def translated(module: Any, example: jax.ShapeDtypeStruct, channels_last: bool) 
             "momentum=0.1, which is PyTorch's default"
         )
     names = _first_names(made)
-    training, evaluation = (_renamed(graph.traced(made, batch, train), names) for train in (True, False))
+    training, evaluation = (_renamed(reading.traced(made, batch, train), names) for train in (True, False))
     statistics = _statistics(evaluation)
-    values = {name: graph.array(each) for name, each in made.named_parameters()}
+    values = {name: reading.array(each) for name, each in made.named_parameters()}
     if not values:
         raise ConfigurationError(
             f"{type(made).__name__} must have parameters, got a module without: there is nothing to train"
         )
-    values |= {name: graph.array(each) for name, each in made.named_buffers() if name in statistics}
+    values |= {name: reading.array(each) for name, each in made.named_buffers() if name in statistics}
     shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in values.items()}
     trained = tuple(name for name, each in made.named_parameters() if each.requires_grad)
     if not trained:
@@ -133,7 +134,11 @@ def _renamed(each: Graph, names: dict[str, str]) -> Graph:
 
 def _statistics(each: Graph) -> list[str]:
     norms = [node for node in each.nodes if node.operation in graph.NORMS]
-    return list(dict.fromkeys(each.parameters[ref.name] for node in norms for ref in node.arguments[3:5]))
+    return list(
+        dict.fromkeys(
+            each.parameters[ref.name] for node in norms for ref in node.arguments[3:5] if ref.name in each.parameters
+        )
+    )
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -152,7 +157,7 @@ def _drawn(make: Callable[[], Any], shapes: dict[str, jax.ShapeDtypeStruct], key
             torch.manual_seed(int(seed))
             made = make()
         named = {**dict(made.named_parameters()), **dict(made.named_buffers())}
-        return {name: graph.array(named[name]).astype(shape.dtype) for name, shape in shapes.items()}
+        return {name: reading.array(named[name]).astype(shape.dtype) for name, shape in shapes.items()}
 
     return jax.pure_callback(draw, shapes, jax.random.bits(key, dtype=jnp.uint32), vmap_method="sequential")
 
