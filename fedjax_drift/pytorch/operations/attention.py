@@ -41,7 +41,7 @@ def attention(
     weights = jax.nn.softmax(scores)
     if mask is not None and mask.dtype == bool:
         weights = jnp.where(mask, weights, 0)  # also if a position attends to nothing
-    return kept(mode, weights, dropout_p) @ value if dropout_p else weights @ value
+    return kept(mode, weights, dropout_p) @ value
 
 
 IN_MODE: dict[str, Callable[..., Any]] = {

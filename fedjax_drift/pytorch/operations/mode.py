@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ class Mode(NamedTuple):
     key: Array | None = None  # of the random numbers of this operation; None: there are none, as in evaluation
     mask: Array | None = None  # [B], the examples that are no padding; None: all
     frozen: bool = False  # BatchNorm normalises with its running statistics in training, too
+    means: bool = False  # random numbers are their means, so that a network can be compared with its module
 
     def random(self, what: str) -> Array:
         if self.key is None:
@@ -32,12 +34,43 @@ class Mode(NamedTuple):
             )
         return self.key
 
+    def part(self, i: int) -> Mode:
+        """For the i-th random array of an operation that draws several."""
+        return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, i))
+
+    def uniform(self, shape: Sequence[int], dtype: Any = None, what: str = "rand") -> Array:
+        """Between 0 and 1."""
+        return self._drawn(jax.random.uniform, 0.5, shape, dtype, what)
+
+    def normal(self, shape: Sequence[int], dtype: Any = None, what: str = "randn") -> Array:
+        """With mean 0 and deviation 1."""
+        return self._drawn(jax.random.normal, 0.0, shape, dtype, what)
+
+    def exponential(self, shape: Sequence[int], dtype: Any = None, what: str = "exponential") -> Array:
+        """With mean 1."""
+        return self._drawn(jax.random.exponential, 1.0, shape, dtype, what)
+
+    def bernoulli(self, p: Any, shape: Sequence[int], dtype: Any = None, what: str = "bernoulli") -> Array:
+        """1 with probability p, otherwise 0."""
+        if self.means:
+            return jnp.broadcast_to(jnp.asarray(p, dtype or jnp.float32), tuple(shape))
+        return jax.random.bernoulli(self.random(what), p, tuple(shape)).astype(dtype or jnp.float32)
+
+    def _drawn(self, draw: Callable[..., Array], mean: float, shape: Sequence[int], dtype: Any, what: str) -> Array:
+        dtype = dtype or jnp.float32
+        return jnp.full(tuple(shape), mean, dtype) if self.means else draw(self.random(what), tuple(shape), dtype)
+
+
+# --- dropout ----------------------------------------------------------------------------------------------------------
+
 
 def kept(mode: Mode, x: Array, p: float, shape: tuple[int, ...] | None = None) -> Array:
+    """Dropout. shape: of the mask."""
     if p == 0:
         return x
-    keep = jax.random.bernoulli(mode.random("dropout"), 1 - p, shape or x.shape)
-    return jnp.where(keep, x / (1 - p), 0) if p < 1 else jnp.zeros_like(x)
+    if p == 1:
+        return jnp.zeros_like(x)
+    return x * (mode.bernoulli(1 - p, x.shape if shape is None else shape, x.dtype, "dropout") / (1 - p))
 
 
 def dropout(mode: Mode, x: Any, p: float, training: bool) -> Any:
@@ -49,23 +82,50 @@ def native_dropout(mode: Mode, x: Any, p: float, training: bool | None = True) -
 
 
 def feature_dropout(mode: Mode, x: Array, p: float, training: bool) -> Array:
-    return kept(mode, x, p, (*x.shape[:2], *[1] * (x.ndim - 2))) if training else x
+    return kept(mode, x, p, _channels(x)) if training else x
 
 
-def bernoulli(mode: Mode, x: Array, p: Any = None, **_: Any) -> Array:
-    return jax.random.bernoulli(mode.random("bernoulli"), x if p is None else p, x.shape).astype(x.dtype)
+def alpha_dropout(mode: Mode, x: Array, p: float, training: bool) -> Array:
+    return _alpha(mode, x, p, x.shape) if training else x
 
 
-def uniform(mode: Mode, shape: Sequence[int], dtype: Any = None, **_: Any) -> Array:
-    return jax.random.uniform(mode.random("rand"), tuple(shape), dtype or jnp.float32)
+def feature_alpha_dropout(mode: Mode, x: Array, p: float, training: bool) -> Array:
+    return _alpha(mode, x, p, _channels(x)) if training else x
 
 
-def normal(mode: Mode, shape: Sequence[int], dtype: Any = None, **_: Any) -> Array:
-    return jax.random.normal(mode.random("randn"), tuple(shape), dtype or jnp.float32)
+def _channels(x: Array) -> tuple[int, ...]:
+    return (*x.shape[:2], *[1] * (x.ndim - 2))
+
+
+def _alpha(mode: Mode, x: Array, p: float, shape: tuple[int, ...]) -> Array:
+    """What is dropped becomes the lowest value of a SELU. Mean and variance stay 0 and 1."""
+    if p in (0, 1):
+        return x if p == 0 else jnp.zeros_like(x)
+    lowest = 1.7580993408473766
+    scale = 1 / math.sqrt((lowest**2 * p + 1) * (1 - p))
+    keep = mode.bernoulli(1 - p, shape, x.dtype, "alpha_dropout")
+    return x * (keep * scale) + ((keep - 1) * (lowest * scale) + lowest * scale * p)
+
+
+# --- noise ------------------------------------------------------------------------------------------------------------
+
+
+def bernoulli(mode: Mode, x: Array, p: Any = None) -> Array:
+    return mode.bernoulli(x if p is None else p, x.shape, x.dtype)
+
+
+def uniform(mode: Mode, shape: Sequence[int], dtype: Any = None) -> Array:
+    return mode.uniform(shape, dtype)
+
+
+def normal(mode: Mode, shape: Sequence[int], dtype: Any = None) -> Array:
+    return mode.normal(shape, dtype)
 
 
 IN_MODE: dict[str, Callable[..., Any]] = {
+    "alpha_dropout": alpha_dropout,
     "bernoulli": bernoulli,
+    "feature_alpha_dropout": feature_alpha_dropout,
     "feature_dropout": feature_dropout,
     "rand": uniform,
     "randn": normal,

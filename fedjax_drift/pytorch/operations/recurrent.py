@@ -75,7 +75,7 @@ def recurrent(
             outputs.append(out)
         y = jnp.concatenate(outputs, -1)
         if training and dropout_p and layer < layers - 1:
-            y = kept(mode._replace(key=jax.random.fold_in(mode.random("dropout"), layer)), y, dropout_p)
+            y = kept(mode.part(layer), y, dropout_p)
     last = tuple(jnp.stack(each) for each in zip(*ends, strict=True))
     return (jnp.swapaxes(y, 0, 1) if batch_first else y, *last)
 
