@@ -230,6 +230,7 @@ class Model(NamedTuple):
         head: str | None = None,
         extractor: str | None = None,
         channels_last: bool = True,
+        check: bool = True,
         **options: Any,
     ) -> Model:
         """Creates a model from a ``torch.nn.Module``. PyTorch itself takes no part in a round.
@@ -238,6 +239,11 @@ class Model(NamedTuple):
         once in evaluation mode. It is not changed. Its only output must be the logits. Of a Hugging Face model, they
         are used if it returns more. The parameters have PyTorch's names and layouts, so that ``fd.models.to_torch``
         returns a state dict: ``params["conv1"]["weight"]`` is "conv1.weight".
+
+        The translation is compared with the module once: its logits, its running statistics and the gradient of a
+        random projection of the logits, in training and in evaluation, on random batches of 7, 1, 2 and 3 examples and
+        with random numbers replaced by their means. So what ``torch.export`` does not see, such as hooks on gradients,
+        counters and random numbers of NumPy, is an error and no other model.
 
         Args:
           module: an instance. Its values are the initial parameters for every seed, and only those with
@@ -250,23 +256,28 @@ class Model(NamedTuple):
           extractor: the path of the submodule whose output is the ``extractor`` of the model. Default: none.
           channels_last: examples with three axes are images [H, W, C], which the module gets as [C, H, W]. False: the
             module gets them as they are. Default: True.
+          check: compare the translation with the module. False saves about half of the time, and takes what
+            differs. Default: True.
           options: fields of `Model` to replace, such as ``loss=``, and ``input_dtype``, as in `from_linen`.
 
         Raises:
           ImportError: PyTorch is not installed.
-          ValueError: the module does not accept the input shape, returns several arrays,
-            changes its buffers, or has conditions or shapes that depend on values; it has an operation that is not
-            covered, which the message names; ``statistics`` is missing, or the opposite; ``head`` or ``extractor`` is
-            no path of a submodule with one array.
+          ValueError: the module does not accept the input shape, returns several arrays, changes its buffers, or has
+            conditions or shapes that depend on values or on the length of the batch; it has an operation that is not
+            covered; the translation differs from the module; ``statistics`` is missing, or the opposite; ``head`` or
+            ``extractor`` is no path of a submodule with one array.
         """
         from fedjax_drift.adapters import example_of
         from fedjax_drift.pytorch import network
 
-        channels_last = checks.flag("channels_last", channels_last)
+        channels_last, check = checks.flag("channels_last", channels_last), checks.flag("check", check)
         example = example_of(input_shape, options)
-        source = network.translated(module, example, channels_last)
+        torch_module = network.made_module(module)
+        source = network.translated(module, torch_module, example, channels_last)
         made = _of_torch(source, statistics, head, extractor, channels_last, options)
         network.check(made._asdict(), source.network, example, head)
+        if check:
+            network.compare(source, torch_module, example, channels_last)
         return made
 
 

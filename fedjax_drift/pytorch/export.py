@@ -9,6 +9,7 @@ import random
 import re
 import traceback
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,6 +43,8 @@ def exported(module: Any, example: jax.ShapeDtypeStruct, training: bool) -> Any:
     try:
         with unchanged(module), silent(), _without_shortcuts(), functions.traced():
             module.train(training)
+            for part in module.modules():  # they cannot be exported; `comparison.py` sees what they do
+                part._backward_hooks, part._backward_pre_hooks = OrderedDict(), OrderedDict()
             program = torch.export.export(logits_of(module), (zeros,), dynamic_shapes=({0: batch},), strict=False)
             _stop_gradients(program.graph_module, True)
             conditions = getattr(program, "_guards_code", None) or []

@@ -14,7 +14,7 @@ from fedjax_drift import batch_norm, checks
 from fedjax_drift.batch_norm import Statistics, collections, whole
 from fedjax_drift.checks import first_line
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
-from fedjax_drift.pytorch import export, graph, reading
+from fedjax_drift.pytorch import comparison, export, graph, reading
 from fedjax_drift.pytorch.graph import Graph
 from fedjax_drift.pytorch.names import flat, nested
 from fedjax_drift.pytorch.operations.images import Images
@@ -66,13 +66,10 @@ class Translated(NamedTuple):
     make: Callable[[], Any] | None  # makes a new module
 
 
-def translated(module: Any, example: jax.ShapeDtypeStruct, channels_last: bool) -> Translated:
-    """Reads a module, or a class or a function without arguments that makes one. It is not changed."""
-    made = _made(module)
+def translated(module: Any, made: Any, example: jax.ShapeDtypeStruct, channels_last: bool) -> Translated:
+    """Reads ``made``: the module itself, or that which ``module`` makes. It is not changed."""
     export.check_module(made)
-    if channels_last and len(example.shape) == 4:
-        example = jax.ShapeDtypeStruct([example.shape[i] for i in (0, 3, 1, 2)], example.dtype)
-    batch = jax.ShapeDtypeStruct((2, *example.shape[1:]), example.dtype)
+    batch = _batch_of_two(example, channels_last)
     if any(getattr(part, "momentum", 0) is None for part in made.modules()):
         raise ConfigurationError(
             f"momentum of BatchNorm must be a number, got None, a cumulative average, in {type(made).__name__}: pass "
@@ -99,7 +96,15 @@ def translated(module: Any, example: jax.ShapeDtypeStruct, channels_last: bool) 
     return Translated(network, None, tuple(name for name, _ in made.named_parameters()), module)
 
 
-def _made(module: Any) -> Any:
+def _batch_of_two(example: jax.ShapeDtypeStruct, channels_last: bool) -> jax.ShapeDtypeStruct:
+    """A batch as the module gets it."""
+    shape = example.shape
+    if channels_last and len(shape) == 4:
+        shape = tuple(shape[i] for i in (0, 3, 1, 2))
+    return jax.ShapeDtypeStruct((2, *shape[1:]), example.dtype)
+
+
+def made_module(module: Any) -> Any:
     """The module, or a new one if ``module`` makes modules."""
     try:
         import torch
@@ -242,11 +247,29 @@ def fields(
         "head": None if head is None else classifier,
         "extractor": at(places[1].extractor),
         "statistics": None if kept is None else Statistics(kept, forward),
-        "vocabulary": min((network.shapes[name].shape[0] for name in graph.tables(evaluation)), default=None),
+        "vocabulary": _vocabulary(network),
     }
     if frozen:
         made["merged"] = lambda params: nested(variables(params))
     return made
+
+
+def compare(source: Translated, module: Any, example: jax.ShapeDtypeStruct, channels_last: bool) -> None:
+    """Compares the translation with the module (`comparison.py`). module: that which was translated."""
+    network = source.network
+    values = {name: reading.array(each) for name, each in (*module.named_parameters(), *module.named_buffers())}
+    values = {name: values[name] for name in network.shapes}
+    trained = tuple(name for name, each in module.named_parameters() if each.requires_grad)
+    batch, images = _batch_of_two(example, channels_last), channels_last and len(example.shape) == 4
+    pairs = [
+        comparison.Pair(module, training, each, graph.pooled(each, set()), trained, values, images, batch)
+        for training, each in ((True, network.training), (False, network.evaluation))
+    ]
+    comparison.check(*pairs, _vocabulary(network))
+
+
+def _vocabulary(network: Network) -> int | None:
+    return min((network.shapes[name].shape[0] for name in graph.tables(network.evaluation)), default=None)
 
 
 def check(made: dict[str, Any], network: Network, example: jax.ShapeDtypeStruct, head: str | None) -> None:
