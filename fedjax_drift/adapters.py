@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import batch_norm, checks, masks
+from fedjax_drift import axes, batch_norm, checks, masks
 from fedjax_drift.batch_norm import Statistics, collections, linen_call, whole
 from fedjax_drift.checks import first_line
 from fedjax_drift.errors import ConfigurationError
@@ -43,6 +43,8 @@ def linen_fields(
 
     tables: list[int] = []  # the numbers of ids of the tables in which the module looks up its inputs themselves
 
+    parts: dict[tuple[Any, ...], Any] = {}  # the layers, by path
+
     def variables_of(x: jax.Array) -> Any:
         key = jax.random.key(0)  # created while tracing, so that loading a model does not start JAX's backend
         with linen.intercept_methods(note_tables(x)):
@@ -53,6 +55,8 @@ def linen_fields(
         def note(next_call: Any, args: Any, kwargs: Any, context: Any) -> Any:
             if isinstance(context.module, linen.Embed) and any(value is x for value in (*args, *kwargs.values())):
                 tables.append(context.module.num_embeddings)
+            if context.module.scope is not None:
+                parts[context.module.scope.path] = context.module
             return next_call(*args, **kwargs)
 
         return note
@@ -112,6 +116,7 @@ def linen_fields(
         "extractor": method("extractor"),
         "cosine": bool(getattr(module, "cosine", False)),
         "vocabulary": min(tables, default=None),
+        "output_axes": axes.of_layers(parts, variables["params"]),
     }
     if kept is not None:
         fields["statistics"] = Statistics(kept, forward)
@@ -225,6 +230,7 @@ def nnx_fields(
         output = getattr(instance, METHODS[name])(x, **_mask(instance, METHODS[name], mask))
         return output, nnx.to_pure_dict(nnx.state(instance, nnx.BatchStat))
 
+    parts = {path: part for path, part in nnx.iter_graph(example) if isinstance(part, nnx.Module)}
     fields: dict[str, Any] = {
         "init": lambda key: _parameters(split(create(key)), kept),
         "apply": method("__call__"),
@@ -232,8 +238,9 @@ def nnx_fields(
         "features": method("features"),
         "head": method("head"),
         "extractor": method("extractor"),
+        "output_axes": axes.of_layers(parts, split(example)[1]),
     }
-    tables = [part.num_embeddings for _, part in nnx.iter_graph(example) if isinstance(part, nnx.Embed)]
+    tables = [part.num_embeddings for part in parts.values() if isinstance(part, nnx.Embed)]
     if len(tables) == 1 and jnp.issubdtype(example_input.dtype, jnp.integer):
         fields["vocabulary"] = tables[0]
     if input_shape is not None:

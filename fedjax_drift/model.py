@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -72,6 +72,10 @@ class Model(NamedTuple):
       vocabulary: The number of token ids, if the inputs are ids. They are then checked to be in 0..vocabulary - 1. (JAX
         reads NaN for a larger id, and the last row of the table for the id -1.) A tuple has one number per position of
         an example, and its last number holds for all further positions. None: the inputs are not checked.
+      output_axes: The axes along which the parameters have their outputs, for algorithms that need them (FedSOL) and
+        for `fd.models.lora`: a dict from the path of a parameter to an axis, or to a tuple of axes, such as
+        ``{"dense/weight": 0}``; or one axis for all. A parameter that is not in the dict has its outputs on the last
+        axis, as a kernel [..., in, out] does. Paths have no "params/" in front. None: all are on the last axis.
     """
 
     init: Callable[[jax.Array], Params]
@@ -87,6 +91,7 @@ class Model(NamedTuple):
 
     merged: Callable[[Params], Params] | None = None
     vocabulary: int | tuple[int, ...] | None = None
+    output_axes: Mapping[str, int | tuple[int, ...]] | int | None = None
     recipe: Recipe | None = None  # how the model was made
 
     @property

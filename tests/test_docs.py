@@ -242,6 +242,16 @@ def test_the_page_of_agreement_shows_its_results_and_its_calls_are_valid() -> No
     assert counted in " ".join((ROOT / "docs" / "faq.md").read_text().split())
 
 
+def test_the_page_of_models_lists_the_operations_of_pytorch() -> None:
+    spec = importlib.util.spec_from_file_location("operations", ROOT / "docs" / "operations.py")
+    assert spec is not None and spec.loader is not None
+    written = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(written)
+    page = written.PAGE.read_text()
+    assert page == written.rendered(page), "write it again: python docs/operations.py"
+    assert "`addmm`" in page and "`conv2d`" in page
+
+
 def test_a_changed_row_of_the_page_of_agreement_is_printed_with_its_old_value(tmp_path, monkeypatch) -> None:
     row = {"algorithm": "fedavg()", "lines": [], "setting": "", "default": 0.14, "cause": "", "difference": 2e-16}
     assert agreement.changes([row], [row | {"difference": 5e-16, "default": 0.1401}]) == []

@@ -3,14 +3,16 @@ Learning", CVPR 2024.
 
 Client i:  r = gradient by theta of mean over the batch of KL(softmax(z_w / T) || softmax(z_theta / T))  (1)
            e = rho r / ||r||                                                                         (2)
-           e <- e |theta - w| / (norm of |theta - w| along the last axis)      adaptive only         (3)
+           e <- e |theta - w| / (norm of |theta - w| along the outputs)        adaptive only         (3)
            g <- g(theta + e)                                                                         (4)
 Server:    as FedAvg
 
 z are the logits; those of w are in evaluation mode. The norm of (2) is over all parameters together. (3) acts on each
-leaf: a kernel [..., inputs, outputs] is divided by the norm of each row of outputs, and a bias by its own norm.
+leaf: a kernel [..., inputs, outputs] is divided by the norm of each row of outputs, and a bias by its own norm. The
+outputs of a leaf are on the axes `Model.output_axes`, in any layout.
 
-Deviations:  here e = 0 if theta = w, as in the first step of a round. There r is 0 up to rounding errors, which (2)
+Deviations:  (3) of the authors' code is along PyTorch's first axis, which the outputs are, except for transposed
+convolutions. Here e = 0 if theta = w, as in the first step of a round. There r is 0 up to rounding errors, which (2)
 would scale to length rho. The authors' code scales them, although it adds 1e-12 to the norm; if it is adaptive, (3)
 then gives e = 0. It can also perturb only the classifier or only the other layers.
 """
@@ -23,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import axes, checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.algorithms.fedgmt import divergence
 from fedjax_drift.algorithms.fedsam import ascent
@@ -63,7 +65,8 @@ def fedsol(rho: float = 1.0, temperature: float = 3.0, adaptive: bool = True, we
 
             change = tree.subtract(theta, w)
             e = ascent(rho, jax.grad(restriction)(theta))  # (1), (2)
-            e = jax.tree.map(relative, e, change) if adaptive else e  # (3)
+            if adaptive:
+                e = jax.tree.map(relative, e, change, axes.outputs(work.model.output_axes, w))  # (3)
             moved = jnp.stack([(leaf != 0).any() for leaf in jax.tree.leaves(change)]).any()
             return jax.tree.map(lambda e: jnp.where(moved, e, 0), e)
 
@@ -77,8 +80,8 @@ def fedsol(rho: float = 1.0, temperature: float = 3.0, adaptive: bool = True, we
     return base._replace(client_update=client_update, requires=Needs(classifier=True), name="fedsol")
 
 
-def relative(e: jax.Array, change: jax.Array) -> jax.Array:
-    """e |change| / (norm of the change along the last axis), for one leaf."""
-    wide = jnp.atleast_1d(change).astype(jnp.promote_types(change.dtype, jnp.float32))
-    norm = jnp.sqrt((wide**2).sum(-1, keepdims=True))
-    return e * (jnp.abs(wide) / jnp.maximum(norm, 1e-12)).reshape(e.shape).astype(e.dtype)
+def relative(e: jax.Array, change: jax.Array, outputs: tuple[int, ...]) -> jax.Array:
+    """e |change| / (norm of the change along the axes of the outputs), for one leaf."""
+    wide = change.astype(jnp.promote_types(change.dtype, jnp.float32))
+    norm = jnp.sqrt((wide**2).sum(outputs, keepdims=True))
+    return e * (jnp.abs(wide) / jnp.maximum(norm, 1e-12)).astype(e.dtype)

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from fedjax_drift import checks, leaves
+from fedjax_drift import axes, checks, leaves
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.leaves import by_path
 from fedjax_drift.masks import like
 from fedjax_drift.model import Model
 from fedjax_drift.models import low_rank
-from fedjax_drift.models.low_rank import LowRank
 from fedjax_drift.recipes import Frozen, recorded
 from fedjax_drift.types import Params, PyTree
 
@@ -75,7 +74,7 @@ def _with_selected(frozen: Frozen, start: Frozen | None, model: Model, shapes: P
     def full(params: Params) -> Params:
         return _unnamed({**frozen.arrays(), **params}, shapes)
 
-    return _training(model, _initial(model, start, shapes, selected), full)
+    return _training(model, _initial(model, start, shapes, selected), full, selected)
 
 
 def lora(
@@ -90,9 +89,10 @@ def lora(
 ) -> Model:
     """Returns a model that trains low-rank adapters (LoRA, arXiv 2106.09685).
 
-    A selected matrix W [in, out] is replaced by W + (alpha / rank) A B, with A [in, rank] and B [rank, out]. Only A and
-    B are trained. W is frozen. A starts with uniform random numbers in +-1 / sqrt(in), as in the authors' code. B
-    starts with zeros, so the first model is the base model. Products with W are computed as x W + (x A) B.
+    A selected matrix W [in, out] is replaced by W + (alpha / rank) A B, with A [in, rank] and B [rank, out]. A weight
+    [out, in], as in PyTorch, gets the transpose of A B (`Model.output_axes`). Only A and B are trained. W is frozen.
+    A starts with uniform random numbers in +-1 / sqrt(in), as in the authors' code. B starts with zeros, so the first
+    model is the base model. Products with W are computed as x W + (x A) B.
 
     >>> import fedjax_drift as fd
     >>> adapted = fd.models.lora(fd.models.mnist_2nn(), rank=4, where="layers_0/kernel")
@@ -126,8 +126,10 @@ def lora(
     named_shapes = by_path(shapes)
     chosen = _selected("where", "kernel" if where is None else where, shapes)
     adapted = [path for path in chosen if _is_matrix(path, named_shapes[path])]
+    places = _places(model, named_shapes, adapted)
+    sides = {path: tuple(named_shapes[path].shape[axis] for axis in places[path]) for path in adapted}
     if where is None:
-        adapted = [path for path in adapted if min(named_shapes[path].shape[-2:]) >= rank]
+        adapted = [path for path in adapted if min(sides[path]) >= rank]
     trained = [] if whole is None else _selected("whole", whole, shapes)
     if not adapted:
         raise ConfigurationError(
@@ -136,12 +138,12 @@ def lora(
     if both := [path for path in adapted if path in trained]:
         raise ConfigurationError(f"where and whole must select different parameters, but both select {both[0]}")
     for path in adapted:
-        if rank > (side := min(named_shapes[path].shape[-2:])):
+        if rank > (side := min(sides[path])):
             raise ConfigurationError(
                 f"rank must be at most {side}, the smaller side of {path} {[*named_shapes[path].shape]}, got {rank}: "
                 "use a smaller rank, or leave this matrix out of where="
             )
-    _warn_of_large_adapters({path: named_shapes[path].shape for path in adapted}, rank)
+    _warn_of_large_adapters({path: sides[path] for path in adapted}, named_shapes, rank)
     _check_base(base, shapes)
     frozen = _frozen(model, base, lambda path: path not in trained, frozen_dtype)
     return _with_adapters(frozen, _start(model, base, trained), model, shapes, trained, adapted, rank, scale)
@@ -161,20 +163,23 @@ def _with_adapters(
     """The model of `lora`. trained: the parameters that are trained whole. start: their first values, as in
     `_with_selected`."""
     named_shapes, init_trained = by_path(shapes), _initial(model, start, shapes, trained)
+    places = _places(model, named_shapes, adapted)
 
     def init(key: jax.Array) -> Params:
         keys = [jax.random.fold_in(key, i) for i in range(len(adapted))]
-        adapters = {path: _adapter(k, named_shapes[path], rank) for path, k in zip(adapted, keys, strict=True)}
+        adapters = {
+            path: _adapter(k, named_shapes[path], rank, places[path]) for path, k in zip(adapted, keys, strict=True)
+        }
         return {**init_trained(key), **adapters}
 
     def full(params: Params) -> Params:
         weights = {**frozen.arrays(), **{path: params[path] for path in trained}}
         for path in adapted:
             a, b = params[path]["a"], params[path]["b"]
-            weights[path] = LowRank(weights[path], a, scale * b)
+            weights[path] = low_rank.added(weights[path], a, scale * b, places[path])
         return _unnamed(weights, shapes)
 
-    return _training(model, init, full)
+    return _training(model, init, full, trained)
 
 
 def merge(model: Model, params: Params) -> Params:
@@ -190,14 +195,15 @@ def merge(model: Model, params: Params) -> Params:
     return merged(jax.tree.map(jnp.asarray, _unnamed(by_path(params), shapes)))
 
 
-def _warn_of_large_adapters(shapes: dict[str, tuple[int, ...]], rank: int) -> None:
+def _warn_of_large_adapters(sides: dict[str, tuple[int, ...]], shapes: Named, rank: int) -> None:
     """Warns if adapters have more parameters than their matrices, as for the kernels [in, heads, out] of attention."""
-    large = {path: shape for path, shape in shapes.items() if rank * sum(shape[-2:]) > math.prod(shape[-2:])}
+    large = [path for path, matrix in sides.items() if rank * sum(matrix) > math.prod(matrix)]
     if large:
-        path, shape = next(iter(large.items()))
+        path, matrix = large[0], [*sides[large[0]]]
         checks.warn(
-            f"adapters of rank {rank} have more parameters than the matrices [{shape[-2]}, {shape[-1]}] of {path} "
-            f"{[*shape]}: use a smaller rank, or leave it out of where= (leading axes count as a stack of matrices)"
+            f"adapters of rank {rank} have more parameters than the matrices {matrix} of {path} "
+            f"{[*shapes[path].shape]}: use a smaller rank, or leave it out of where= (other axes count as a stack of "
+            "matrices)"
         )
 
 
@@ -206,15 +212,26 @@ def _is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
     return leaf.ndim >= 2 and path.rpartition("/")[2] not in ("bias", "scale")
 
 
-def _adapter(key: jax.Array, matrix: jax.ShapeDtypeStruct, rank: int) -> dict[str, jax.Array]:
-    *leading, inputs, outputs = matrix.shape
+def _places(model: Model, shapes: Named, adapted: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """The axes of the inputs and of the outputs of each matrix. The others are a stack of matrices."""
+    return {path: axes.of_matrices(model.output_axes, path, shapes[path].ndim) for path in adapted}
+
+
+def _adapter(key: jax.Array, leaf: jax.ShapeDtypeStruct, rank: int, places: tuple[int, int]) -> dict[str, jax.Array]:
+    inputs, outputs = (leaf.shape[axis] for axis in places)
+    leading = [n for axis, n in enumerate(leaf.shape) if axis not in places]
     limit = 1 / math.sqrt(inputs)
-    a = jax.random.uniform(key, (*leading, inputs, rank), matrix.dtype, -limit, limit)
-    return {"a": a, "b": jnp.zeros((*leading, rank, outputs), matrix.dtype)}
+    a = jax.random.uniform(key, (*leading, inputs, rank), leaf.dtype, -limit, limit)
+    return {"a": a, "b": jnp.zeros((*leading, rank, outputs), leaf.dtype)}
 
 
-def _training(model: Model, init: Callable[[jax.Array], Params], full: Callable[[Params], PyTree]) -> Model:
-    """The model with other parameters. ``full(params)`` returns those of the whole model, which may be low-rank."""
+def _training(
+    model: Model, init: Callable[[jax.Array], Params], full: Callable[[Params], PyTree], whole: Sequence[str]
+) -> Model:
+    """The model with other parameters. ``full(params)`` returns those of the whole model, which may be low-rank.
+
+    whole: those that keep their layout. The matrices A and B are [..., in, out].
+    """
 
     def with_full(function: Callable[..., Any]) -> Callable[..., Any]:
         def forward(params: Params, *inputs: jax.Array) -> Any:
@@ -226,7 +243,8 @@ def _training(model: Model, init: Callable[[jax.Array], Params], full: Callable[
 
     inner = model.merged or (lambda params: params)  # adapters of an adapted model
     merged = lambda params: inner(low_rank.matrices(full(params)))  # noqa: E731
-    return model.with_functions(with_full)._replace(init=init, merged=merged)
+    kept = {path.removeprefix("params/"): axes.of_path(model.output_axes, path) for path in whole}
+    return model.with_functions(with_full)._replace(init=init, merged=merged, output_axes=kept or None)
 
 
 def _replicated_in_team(params: Params) -> Params:

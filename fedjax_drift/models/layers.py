@@ -100,6 +100,7 @@ class Embedding(nn.Module):
 
     count: int
     features: int
+    output_axes = {"table": -2}
 
     @nn.compact
     def __call__(self, ids: jax.Array) -> jax.Array:

@@ -32,6 +32,16 @@ class LowRank(NamedTuple):
         return self.w + (self.a @ self.b).astype(self.w.dtype)
 
 
+def added(w: jax.Array, a: jax.Array, b: jax.Array, places: tuple[int, int]) -> LowRank | jax.Array:
+    """W + A B, if the axes ``places`` of w are those of the inputs and of the outputs."""
+    last = w.ndim - 2, w.ndim - 1
+    if places == last:
+        return LowRank(w, a, b)
+    if places == last[::-1]:
+        return LowRank(w, b.swapaxes(-1, -2), a.swapaxes(-1, -2))
+    return w + jnp.moveaxis(a @ b, last, places).astype(w.dtype)
+
+
 def is_low_rank(value: Any) -> bool:
     return isinstance(value, LowRank)
 

@@ -20,6 +20,7 @@ from flax import nnx
 from fedjax_drift.models.layers import cosine_logits
 
 TABLE = nnx.initializers.normal(0.02)  # of embeddings and positions
+OF_TABLES = {"tokens": -2, "positions": -2}  # the axes of their outputs
 
 
 def dense(inputs: int, outputs: int, rngs: nnx.Rngs, use_bias: bool = True) -> nnx.Linear:
@@ -176,6 +177,8 @@ class Encoder(nnx.Module):
     are a dense layer with tanh of the first output.
     """
 
+    output_axes = OF_TABLES
+
     def __init__(
         self,
         num_classes: int,
@@ -222,6 +225,8 @@ class Decoder(nnx.Module):
 
     The output layer uses the table of the token embeddings.
     """
+
+    output_axes = OF_TABLES
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import batch_norm, checks
+from fedjax_drift import axes, batch_norm, checks
 from fedjax_drift.batch_norm import Statistics, collections, whole
 from fedjax_drift.checks import first_line
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
@@ -248,6 +248,7 @@ def fields(
         "extractor": at(places[1].extractor),
         "statistics": None if kept is None else Statistics(kept, forward),
         "vocabulary": _vocabulary(network),
+        "output_axes": axes.of_graph(network.training, {name: network.shapes[name] for name in trained}),
     }
     if frozen:
         made["merged"] = lambda params: nested(variables(params))

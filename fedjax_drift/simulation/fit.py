@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import axes, checks
 from fedjax_drift.checks import first_line
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
@@ -52,6 +52,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
             "settings outside; for an Equinox module, return eqx.partition(module, eqx.is_inexact_array)[0], and use "
             "eqx.combine in apply"
         ) from error
+    axes.check(model.output_axes, params)
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             name = jax.tree_util.keystr(path)
