@@ -21,6 +21,7 @@ from fedjax_drift.pytorch.operations import (
     recurrent,
     reductions,
     shapes,
+    spectral,
 )
 
 Table = dict[str, Callable[..., Any]]
@@ -34,6 +35,7 @@ ARRAYS: Table = {
     **parts.ARRAYS,
     **reductions.ARRAYS,
     **products.ARRAYS,
+    **spectral.ARRAYS,
     **convolutions.ARRAYS,
     **normalisation.ARRAYS,
 }

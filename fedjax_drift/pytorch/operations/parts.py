@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.pytorch.operations.dtypes import is_float, promoted
+from fedjax_drift.pytorch.operations.reductions import total
+
 Array = jax.Array
-Axes = int | Sequence[int] | None
-Sizes = int | Sequence[int]
-State = tuple[Array, ...]
 
 
 def part(x: Array, dim: int, start: int | None, end: int | None, step: int) -> tuple[slice, ...]:
@@ -34,14 +35,21 @@ def narrow(x: Array, dim: int, start: int, length: int) -> Array:
 def slice_scatter(
     x: Array, values: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Array:
-    return x.at[part(x, dim, start, end, step)].set(values)
+    return x.at[part(x, dim, start, end, step)].set(values.astype(x.dtype))
 
 
 def select_scatter(x: Array, values: Array, dim: int, index: int) -> Array:
-    return x.at[(*[slice(None)] * (dim % x.ndim), index)].set(values)
+    return x.at[(*[slice(None)] * (dim % x.ndim), index)].set(values.astype(x.dtype))
 
 
-def copy(x: Array, values: Array, *_: Any) -> Array:
+def diagonal_scatter(x: Array, values: Array, offset: int = 0, dim: int = 0, other: int = 1) -> Array:
+    moved = jnp.moveaxis(x, (dim, other), (-2, -1))
+    at = jnp.arange(values.shape[-1])
+    moved = moved.at[..., at + max(-offset, 0), at + max(offset, 0)].set(values.astype(x.dtype))
+    return jnp.moveaxis(moved, (-2, -1), (dim, other))
+
+
+def copy(x: Array, values: Array, non_blocking: bool = False) -> Array:
     return jnp.broadcast_to(values, x.shape).astype(x.dtype)
 
 
@@ -54,19 +62,140 @@ def index(x: Array, indices: Sequence[Array | None]) -> Array:
 
 
 def index_put(x: Array, indices: Sequence[Array | None], values: Array, accumulate: bool = False) -> Array:
-    at = x.at[_indices(indices)]
+    at, values = x.at[_indices(indices)], values.astype(x.dtype)
     return at.add(values) if accumulate else at.set(values)
 
 
 def index_select(x: Array, dim: int, indices: Array) -> Array:
-    return jnp.take(x, indices, dim)
+    return x.reshape(1)[indices].reshape(()) if x.ndim == 0 else jnp.take(x, indices.reshape(-1), dim)
 
 
-def gather(x: Array, dim: int, indices: Array, **_: Any) -> Array:
+def _rows(x: Array, dim: int, indices: Array) -> Any:
+    """The places of an axis."""
+    return x.at[(*[slice(None)] * (dim % x.ndim), indices.reshape(-1))]
+
+
+def index_add(x: Array, dim: int, indices: Array, values: Array, alpha: float = 1) -> Array:
+    return _rows(x, dim, indices).add(jnp.asarray(alpha, x.dtype) * values)
+
+
+def index_copy(x: Array, dim: int, indices: Array, values: Array) -> Array:
+    return _rows(x, dim, indices).set(values)
+
+
+def index_fill(x: Array, dim: int, indices: Array, value: Any) -> Array:
+    return _rows(x, dim, indices).set(jnp.asarray(value, x.dtype))
+
+
+def gather(x: Array, dim: int, indices: Array, sparse_grad: bool = False) -> Array:
     """Only the first rows of the other axes are read if they are longer than those of the indices."""
+    if x.ndim == 0 or indices.ndim == 0:
+        return x.reshape(-1)[indices]
     dim = dim % x.ndim
     x = x[tuple(slice(None) if axis == dim else slice(n) for axis, n in enumerate(indices.shape))]
     return jnp.take_along_axis(x, indices, dim)
+
+
+def take(x: Array, indices: Array) -> Array:
+    return x.reshape(-1)[indices]
+
+
+def take_along_dim(x: Array, indices: Array, dim: int | None = None) -> Array:
+    return take(x, indices.reshape(-1)) if dim is None else jnp.take_along_axis(x, indices, dim)
+
+
+def _scattered(x: Array, dim: int, indices: Array, values: Any) -> tuple[tuple[Array, ...], Array]:
+    """Where numbers go that are scattered along an axis, and the numbers."""
+    places = list(jnp.indices(indices.shape, sparse=True))
+    places[dim % x.ndim] = indices
+    if not hasattr(values, "ndim") or values.ndim == 0:
+        return tuple(places), jnp.broadcast_to(jnp.asarray(values, x.dtype), indices.shape)
+    return tuple(places), values[tuple(map(slice, indices.shape))].astype(x.dtype)
+
+
+def scatter(x: Array, dim: int, indices: Array, values: Any, reduce: str | None = None) -> Array:
+    names = {"add": "sum", "multiply": "prod"}
+    if reduce is not None:
+        return scatter_reduce(x, dim, indices, values, names[reduce])
+    if x.ndim == 0:
+        return _scattered(x[None], 0, indices.reshape(1), values)[1].reshape(())
+    places, values = _scattered(x, dim, indices, values)
+    return x.at[places].set(values)
+
+
+def scatter_add(x: Array, dim: int, indices: Array, values: Array) -> Array:
+    return scatter_reduce(x, dim, indices, values, "sum")
+
+
+def scatter_reduce(x: Array, dim: int, indices: Array, values: Any, reduce: str, include_self: bool = True) -> Array:
+    """include_self=False: only places that get nothing keep their numbers."""
+    if x.ndim == 0:
+        return scatter_reduce(x[None], 0, indices.reshape(1), jnp.reshape(values, 1), reduce, include_self)[0]
+    places, values = _scattered(x, dim, indices, values)
+    if reduce in ("sum", "mean"):
+        kept = x if include_self else x.at[places].set(0)
+        sums = kept.at[places].add(values)
+        if reduce == "sum":
+            return sums
+        own = 1 if include_self else 0
+        counts = jnp.maximum(jnp.full(x.shape, own, jnp.int32).at[places].add(1), 1).astype(x.dtype)
+        return sums / counts if is_float(x) else jnp.floor_divide(sums, counts)
+    if reduce in ("amax", "amin"):
+        return _extremes(x, places, values, reduce, include_self)
+    raise ConfigurationError(
+        f"the reduction of a scatter must be sum, mean, amax or amin, got {reduce!r}: use exp, sum and log for products"
+    )
+
+
+def _extremes(x: Array, places: tuple[Array, ...], values: Array, reduce: str, include_self: bool) -> Array:
+    """Equal extremes share the gradient."""
+    untouched = jnp.ones(x.shape, bool).at[places].set(False)
+    own = untouched | include_self
+    fixed = lax.stop_gradient(x)
+    worst = jnp.finfo(x.dtype) if is_float(x) else jnp.iinfo(x.dtype)
+    start = jnp.where(own, fixed, worst.min if reduce == "amax" else worst.max)
+    at = start.at[places]
+    best = (at.max if reduce == "amax" else at.min)(lax.stop_gradient(values))
+    if not is_float(x):
+        return best
+    mine, theirs = own & (fixed == best), values == best[places]
+    shares = mine.astype(x.dtype).at[places].add(theirs.astype(x.dtype))
+
+    def changes(each: Array, among: Array) -> Array:
+        """Zeros that carry the gradient."""
+        return jnp.where(among & jnp.isfinite(each), each - lax.stop_gradient(each), 0)
+
+    return best + changes(x, mine).at[places].add(changes(values, theirs)) / jnp.maximum(shares, 1)
+
+
+def masked_scatter(x: Array, mask: Array, values: Array) -> Array:
+    """The numbers go to the places of the mask in their order."""
+    mask = jnp.broadcast_to(mask, x.shape)
+    order = (jnp.cumsum(mask.reshape(-1)) - 1).reshape(x.shape)
+    return jnp.where(mask, jnp.take(values.reshape(-1), order, mode="clip"), x)
+
+
+def _places(edges: Array, x: Array, right: bool, side: str | None, sorter: Array | None) -> Array:
+    edges = edges if sorter is None else jnp.take_along_axis(edges, sorter, -1)
+    edges, x = promoted(edges, x)
+    side = side or ("right" if right else "left")
+    if edges.ndim == 1:
+        return jnp.searchsorted(edges, x, side=side)
+    lead = edges.shape[:-1]
+    found = jax.vmap(lambda e, v: jnp.searchsorted(e, v, side=side))(
+        edges.reshape(-1, edges.shape[-1]), x.reshape(-1, x.shape[-1])
+    )
+    return found.reshape(*lead, x.shape[-1])
+
+
+def searchsorted(
+    edges: Array, x: Any, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
+) -> Array:
+    return _places(edges, jnp.asarray(x), right, side, sorter)
+
+
+def bucketize(x: Any, edges: Array, out_int32: bool = False, right: bool = False) -> Array:
+    return _places(edges, jnp.asarray(x), right, None, None)
 
 
 def flip(x: Array, dims: Sequence[int]) -> Array:
@@ -74,27 +203,64 @@ def flip(x: Array, dims: Sequence[int]) -> Array:
 
 
 def roll(x: Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> Array:
-    return jnp.roll(x, tuple(shifts), tuple(dims) or None)
+    return jnp.roll(x, tuple(shifts), tuple(dims) or None) if dims else jnp.roll(x, sum(shifts))
+
+
+def rot90(x: Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> Array:
+    return jnp.rot90(x, k, tuple(dims))
 
 
 def diagonal(x: Array, offset: int = 0, dim: int = 0, other: int = 1) -> Array:
     return jnp.diagonal(x, offset, dim, other)
 
 
+def diag(x: Array, offset: int = 0) -> Array:
+    return jnp.diag(x, offset)
+
+
+def diag_embed(x: Array, offset: int = 0, dim: int = -2, other: int = -1) -> Array:
+    n = x.shape[-1] + abs(offset)
+    at = jnp.arange(x.shape[-1])
+    new = jnp.zeros((*x.shape[:-1], n, n), x.dtype).at[..., at + max(-offset, 0), at + max(offset, 0)].set(x)
+    return jnp.moveaxis(new, (-2, -1), (dim, other))
+
+
+def trace(x: Array) -> Array:
+    return total(jnp.diagonal(x))
+
+
 ARRAYS: dict[str, Callable[..., Any]] = {
+    "bucketize": bucketize,
     "copy": copy,
+    "diag": diag,
+    "diag_embed": diag_embed,
     "diagonal": diagonal,
+    "diagonal_scatter": diagonal_scatter,
     "flip": flip,
+    "fliplr": lambda x: jnp.flip(x, 1),
+    "flipud": lambda x: jnp.flip(x, 0),
     "gather": gather,
     "index": index,
+    "index_add": index_add,
+    "index_copy": index_copy,
+    "index_fill": index_fill,
     "index_put": index_put,
     "index_select": index_select,
+    "masked_scatter": masked_scatter,
     "narrow": narrow,
     "roll": roll,
+    "rot90": rot90,
+    "scatter": scatter,
+    "scatter_add": scatter_add,
+    "scatter_reduce": scatter_reduce,
+    "searchsorted": searchsorted,
     "select": select,
     "select_scatter": select_scatter,
     "slice": slice_,
     "slice_scatter": slice_scatter,
+    "take": take,
+    "take_along_dim": take_along_dim,
+    "trace": trace,
     "tril": jnp.tril,
     "triu": jnp.triu,
 }

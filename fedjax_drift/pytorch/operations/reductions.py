@@ -4,57 +4,104 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from fedjax_drift.pytorch.operations.dtypes import counted, floating, promoted
 from fedjax_drift.pytorch.operations.elementwise import cast
 
 Array = jax.Array
 Axes = int | Sequence[int] | None
-Sizes = int | Sequence[int]
-State = tuple[Array, ...]
 
 
-def _axes(dim: Axes) -> Any:
-    return tuple(dim) or None if isinstance(dim, list | tuple) else dim
+def axes_of(x: Array, dim: Axes) -> tuple[int, ...]:
+    """The axes of a reduction. None or no axis: all. An array without axes has one for PyTorch."""
+    if x.ndim == 0:
+        return ()
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or range(x.ndim))
+    return tuple(d % x.ndim for d in dims)
+
+
+def _along(x: Array, dim: int) -> tuple[Array, int]:
+    """An array with at least one axis, and the axis."""
+    return (x[None], 0) if x.ndim == 0 else (x, dim % x.ndim)
 
 
 def total(x: Array, dim: Axes = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    return x.sum(_axes(dim), dtype=dtype, keepdims=keepdim)
+    return counted(x, dtype).sum(axes_of(x, dim), keepdims=keepdim)
 
 
 def mean(x: Array, dim: Axes = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    return x.mean(_axes(dim), dtype=dtype, keepdims=keepdim)
+    return cast(x, dtype).mean(axes_of(x, dim), keepdims=keepdim)
 
 
 def product(x: Array, dim: int | None = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    return x.prod(dim, dtype=dtype, keepdims=keepdim)
+    return counted(x, dtype).prod(axes_of(x, dim), keepdims=keepdim)
+
+
+def nansum(x: Array, dim: Axes = None, keepdim: bool = False, dtype: Any = None) -> Array:
+    return total(jnp.where(jnp.isnan(x), 0, x), dim, keepdim, dtype)
+
+
+def nanmean(x: Array, dim: Axes = None, keepdim: bool = False, dtype: Any = None) -> Array:
+    return nansum(x, dim, keepdim, dtype) / total(~jnp.isnan(x), dim, keepdim, dtype or x.dtype)
+
+
+def count_nonzero(x: Array, dim: Axes = None) -> Array:
+    return total(x != 0, dim)
 
 
 def variance(
-    x: Array, dim: Axes = None, unbiased: bool = True, keepdim: bool = False, correction: float | None = None
+    x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, correction: float | None = None
 ) -> Array:
     if isinstance(dim, bool):  # var(x, unbiased)
-        return x.var(ddof=int(dim))
-    return x.var(_axes(dim), ddof=int(unbiased if correction is None else correction), keepdims=keepdim)
+        dim, unbiased = None, dim
+    axes = axes_of(x, dim)
+    count = math.prod(x.shape[axis] for axis in axes)
+    squares = jnp.square(x - x.mean(axes, keepdims=True)).sum(axes, keepdims=keepdim)
+    return squares / jnp.asarray(max(count - (unbiased if correction is None else correction), 0), x.dtype)
+
+
+def root(x: Array) -> Array:
+    """The gradient at 0 is 0."""
+    return jnp.where(x == 0, 0, jnp.sqrt(jnp.where(x == 0, 1, x)))
 
 
 def deviation(x: Array, *arguments: Any, **options: Any) -> Array:
-    return jnp.sqrt(variance(x, *arguments, **options))
+    return root(variance(x, *arguments, **options))
 
 
-def norm(x: Array, order: float = 2, dim: Axes = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    axes = _axes(dim)
-    if order == 2:
-        squares = jnp.square(x).sum(axes, keepdims=keepdim)
-        return jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1)), 0)  # gradient 0 at 0
+def with_mean(function: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
+    """var_mean, std_mean."""
+
+    def both(
+        x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, correction: float | None = None
+    ) -> tuple[Array, Array]:
+        of_all = None if isinstance(dim, bool) else dim
+        return function(x, dim, unbiased, keepdim, correction), mean(x, of_all, keepdim)
+
+    return both
+
+
+def norm(x: Array, order: float | None = 2, dim: Axes = None, keepdim: bool = False, dtype: Any = None) -> Array:
+    """The gradient at 0 is 0."""
+    axes, size = axes_of(x, dim), jnp.abs(cast(x, dtype))
+    order = 2 if order is None else order
+    if order == 2 and not jnp.iscomplexobj(x):
+        return root(jnp.square(cast(x, dtype)).sum(axes, keepdims=keepdim))
+    if order == 0:
+        return (size != 0).astype(size.dtype).sum(axes, keepdims=keepdim)
+    if order == 1:
+        return size.sum(axes, keepdims=keepdim)
     if math.isinf(order):
-        return jnp.abs(x).max(axes, keepdims=keepdim)
-    return (jnp.abs(x) ** order).sum(axes, keepdims=keepdim) ** (1 / order)
+        return (amax if order > 0 else amin)(size, axes, keepdim)
+    powers = jnp.where(size == 0, 0 if order > 0 else jnp.inf, jnp.where(size == 0, 1, size) ** order)
+    sums = powers.sum(axes, keepdims=keepdim)
+    return jnp.where(sums == 0, 0, jnp.where(sums == 0, 1, sums) ** (1 / order))
 
 
 def _at(x: Array, dim: int, where: Array) -> Array:
@@ -67,6 +114,8 @@ def best(x: Array, dim: int, keepdim: bool, arg: Callable[..., Array]) -> tuple[
     XLA may compute a maximum again for its derivative, with another rounding. The derivative of `jnp.max` is then
     infinite. A gather has no such derivative.
     """
+    if x.ndim == 0:
+        return x, jnp.zeros((), arg(x).dtype)
     where = arg(x, dim, keepdims=True)
     values = _at(x, dim, where)
     return (values, where) if keepdim else (values.squeeze(dim), where.squeeze(dim))
@@ -80,100 +129,199 @@ def smallest(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
     return best(x, dim, keepdim, jnp.argmin)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _peak(x: Array, arg: Callable[..., Array]) -> Array:
+    """The largest or smallest values along the last axis. Equal ones share the gradient."""
+    return best(x, -1, False, arg)[0]
+
+
+@_peak.defjvp
+def _peak_jvp(arg: Callable[..., Array], primals: Any, tangents: Any) -> tuple[Array, Array]:
+    (x,), (change,) = primals, tangents
+    values, where = best(x, -1, True, arg)
+    among = (x == values) | (jnp.arange(x.shape[-1]) == where)  # never none, however x is rounded
+    shares = among / among.sum(-1, keepdims=True).astype(x.dtype)
+    return values.squeeze(-1), (change * shares).sum(-1)
+
+
 def over_axes(arg: Callable[..., Array]) -> Callable[..., Array]:
     """amax, amin and the maximum of a whole array."""
 
     def reduced(x: Array, dim: Axes = None, keepdim: bool = False) -> Array:
-        axes = [dim] if isinstance(dim, int) else list(dim or range(x.ndim))
-        kept = [n for axis, n in enumerate(x.shape) if axis not in {a % x.ndim for a in axes}]
-        moved = jnp.moveaxis(x, axes, range(-len(axes), 0)).reshape(*kept, -1)
-        values = best(moved, -1, False, arg)[0]
-        return jnp.expand_dims(values, [a % x.ndim for a in axes]) if keepdim else values
+        axes = axes_of(x, dim)
+        kept = [n for axis, n in enumerate(x.shape) if axis not in axes]
+        moved = jnp.moveaxis(x, axes, range(-len(axes), 0)).reshape(*kept, math.prod(x.shape[a] for a in axes))
+        values = _peak(moved, arg)
+        return jnp.expand_dims(values, axes) if keepdim else values
 
     return reduced
 
 
-def argmax(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-    return jnp.argmax(x, dim, keepdims=keepdim)
+amax, amin = over_axes(jnp.argmax), over_axes(jnp.argmin)
 
 
-def argmin(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-    return jnp.argmin(x, dim, keepdims=keepdim)
+def aminmax(x: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
+    return amin(x, dim, keepdim), amax(x, dim, keepdim)
+
+
+def place(arg: Callable[..., Array]) -> Callable[..., Array]:
+    """argmax, argmin."""
+
+    def found(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
+        return arg(x, None if x.ndim == 0 else dim, keepdims=keepdim)
+
+    return found
 
 
 def topk(x: Array, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> tuple[Array, Array]:
-    order = jnp.argsort(x, dim, descending=largest)
-    where = lax.slice_in_dim(order, 0, k, axis=dim % x.ndim)
-    return _at(x, dim, where), where
+    values, where = sort(x, dim, largest)
+    return (
+        (values, where)
+        if x.ndim == 0
+        else (
+            lax.slice_in_dim(values, 0, k, axis=dim % x.ndim),
+            lax.slice_in_dim(where, 0, k, axis=dim % x.ndim),
+        )
+    )
 
 
-def sort(x: Array, dim: int = -1, descending: bool = False) -> tuple[Array, Array]:
-    where = jnp.argsort(x, dim, stable=True, descending=descending)
-    return _at(x, dim, where), where
+def sort(x: Array, dim: int = -1, descending: bool = False, stable: bool | None = True) -> tuple[Array, Array]:
+    """Always stable."""
+    y, axis = _along(x, dim)
+    where = jnp.argsort(y, axis, stable=True, descending=descending)
+    return _at(y, axis, where).reshape(x.shape), where.reshape(x.shape)
 
 
-def argsort(x: Array, dim: int = -1, descending: bool = False, **_: Any) -> Array:
+def argsort(x: Array, dim: int = -1, descending: bool = False, stable: bool = True) -> Array:
     return sort(x, dim, descending)[1]
 
 
+def kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
+    return _picked(sort(x, dim), x, k - 1, dim, keepdim)
+
+
+def _picked(pair: tuple[Array, Array], x: Array, k: int, dim: int, keepdim: bool) -> Any:
+    if x.ndim == 0:
+        return pair
+    return tuple(lax.index_in_dim(each, k, dim % x.ndim, keepdims=keepdim) for each in pair)
+
+
+def median(x: Array, dim: int | None = None, keepdim: bool = False) -> Any:
+    """The lower one of two. A NaN is the median."""
+    if dim is None:
+        return median(x.reshape(-1), 0)[0]
+    y, axis = _along(x, dim)
+    ordered, where = sort(y, axis)
+    middle = jnp.full((1,) * y.ndim, (y.shape[axis] - 1) // 2)
+    at = jnp.where(jnp.isnan(y).any(axis, keepdims=True), jnp.argmax(jnp.isnan(ordered), axis, keepdims=True), middle)
+    pair = _at(ordered, axis, at), _at(where, axis, at)
+    return tuple(each.reshape(()) if x.ndim == 0 else each if keepdim else each.squeeze(axis) for each in pair)
+
+
 def logsumexp(x: Array, dim: Axes, keepdim: bool = False) -> Array:
-    return jax.nn.logsumexp(x, _axes(dim), keepdims=keepdim)
+    """Where all are -inf, so is the result, and the gradient is 0."""
+    x, axes = floating(x), axes_of(x, dim)
+    peak = lax.stop_gradient(x.max(axes, keepdims=True))
+    peak = jnp.where(jnp.isfinite(peak), peak, 0)
+    sums = jnp.exp(x - peak).sum(axes, keepdims=True)
+    result = jnp.where(sums == 0, -jnp.inf, jnp.log(jnp.where(sums == 0, 1, sums))) + peak
+    return result if keepdim else result.squeeze(axes)
 
 
 def difference(x: Array, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Array:
-    return jnp.diff(x, n, dim, prepend, append)
+    parts = [each for each in (prepend, x, append) if each is not None]
+    return jnp.diff(jnp.concatenate(promoted(*parts), dim), n, dim)
 
 
 def cumulative(function: Callable[..., Array]) -> Callable[..., Array]:
-    return lambda x, dim, dtype=None: function(x if dtype is None else x.astype(dtype), dim)
+    """cumsum, cumprod."""
+
+    def along(x: Array, dim: int, dtype: Any = None) -> Array:
+        y, axis = _along(counted(x, dtype), dim)
+        return function(y, axis).reshape(x.shape)
+
+    return along
+
+
+def logcumsumexp(x: Array, dim: int) -> Array:
+    y, axis = _along(floating(x), dim)
+    return lax.cumlogsumexp(y, axis).reshape(x.shape)
+
+
+def running(function: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
+    """cummax, cummin. The last of equal ones counts."""
+
+    def along(x: Array, dim: int) -> tuple[Array, Array]:
+        y, axis = _along(x, dim)
+        places = lax.broadcasted_iota(jnp.int32, y.shape, axis)
+        numbers = y.astype(jnp.int32) if y.dtype == bool else y
+        where = lax.cummax(jnp.where(numbers == function(lax.stop_gradient(numbers), axis), places, 0), axis)
+        return _at(y, axis, where).reshape(x.shape), where.reshape(x.shape)
+
+    return along
 
 
 def softmax(x: Array, dim: int, dtype: Any = None) -> Array:
-    return jax.nn.softmax(cast(x, dtype if isinstance(dtype, np.dtype) else None), dim)
+    return jax.nn.softmax(cast(x, dtype), axes_of(x, dim))
 
 
 def log_softmax(x: Array, dim: int, dtype: Any = None) -> Array:
-    return jax.nn.log_softmax(cast(x, dtype if isinstance(dtype, np.dtype) else None), dim)
+    return jax.nn.log_softmax(cast(x, dtype), axes_of(x, dim))
 
 
-def any_(x: Array, dim: Axes = None, keepdim: bool = False) -> Array:
-    return jnp.any(x, _axes(dim), keepdims=keepdim)
+def truth(function: Callable[..., Array]) -> Callable[..., Array]:
+    """any, all. Of uint8 they are uint8."""
 
+    def reduced(x: Array, dim: Axes = None, keepdim: bool = False) -> Array:
+        result = function(x.astype(bool), axes_of(x, dim), keepdims=keepdim)
+        return result.astype(jnp.uint8) if x.dtype == jnp.uint8 else result
 
-def all_(x: Array, dim: Axes = None, keepdim: bool = False) -> Array:
-    return jnp.all(x, _axes(dim), keepdims=keepdim)
+    return reduced
 
 
 def weight_norm(direction: Array, length: Array, dim: int = 0) -> Array:
-    return direction * (length / norm(direction, 2, [i for i in range(direction.ndim) if i != dim], True))
+    others = [i for i in range(direction.ndim) if dim == -1 or i != dim]
+    return direction * (length / norm(direction, 2, others, True))
 
 
 ARRAYS: dict[str, Callable[..., Any]] = {
     "_weight_norm": weight_norm,
-    "all": all_,
-    "amax": over_axes(jnp.argmax),
-    "amin": over_axes(jnp.argmin),
-    "any": any_,
-    "argmax": argmax,
-    "argmin": argmin,
+    "all": truth(jnp.all),
+    "amax": amax,
+    "amin": amin,
+    "aminmax": aminmax,
+    "any": truth(jnp.any),
+    "argmax": place(jnp.argmax),
+    "argmin": place(jnp.argmin),
     "argsort": argsort,
+    "count_nonzero": count_nonzero,
+    "cummax": running(lax.cummax),
+    "cummin": running(lax.cummin),
     "cumprod": cumulative(jnp.cumprod),
     "cumsum": cumulative(jnp.cumsum),
     "diff": difference,
+    "kthvalue": kthvalue,
     "linalg_vector_norm": norm,
     "log_softmax": log_softmax,
+    "logcumsumexp": logcumsumexp,
     "logsumexp": logsumexp,
-    "max": over_axes(jnp.argmax),
+    "max": amax,
     "max.dim": largest,
     "mean": mean,
-    "min": over_axes(jnp.argmin),
+    "median": median,
+    "min": amin,
     "min.dim": smallest,
+    "msort": lambda x: sort(x, 0)[0],
+    "nanmean": nanmean,
+    "nansum": nansum,
     "norm": norm,
     "prod": product,
     "softmax": softmax,
     "sort": sort,
     "std": deviation,
+    "std_mean": with_mean(deviation),
     "sum": total,
     "topk": topk,
     "var": variance,
+    "var_mean": with_mean(variance),
 }
