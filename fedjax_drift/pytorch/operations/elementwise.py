@@ -100,6 +100,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "detach_copy": lax.stop_gradient,
     "div": divide,
     "elu": elu,
+    "empty_like": like(0),
     "eq": jnp.equal,
     "erf": jax.scipy.special.erf,
     "exp": jnp.exp,

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from fedjax_drift.pytorch.operations.reductions import norm
 
@@ -44,14 +43,6 @@ def bilinear(x: Array, y: Array, weight: Array, bias: Array | None = None) -> Ar
     return z if bias is None else z + bias
 
 
-def embedding(table: Array, ids: Array, padding: int = -1, *_: Any) -> Array:
-    """Selects rows. The row ``padding`` gets no gradient. An id outside of the table gives NaN."""
-    selected = table.at[ids].get(mode="fill", fill_value=jnp.nan)
-    if padding < 0:
-        return selected
-    return jnp.where((ids == padding)[..., None], lax.stop_gradient(selected), selected)
-
-
 ARRAYS: dict[str, Callable[..., Any]] = {
     "addmm": addmm,
     "baddbmm": baddbmm,
@@ -64,6 +55,5 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "mv": jnp.matmul,
     "outer": jnp.outer,
     "bilinear": bilinear,
-    "embedding": embedding,
     "linear": linear,
 }
