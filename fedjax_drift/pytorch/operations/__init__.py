@@ -13,6 +13,7 @@ from fedjax_drift.pytorch.operations import (
     convolutions,
     creation,
     elementwise,
+    embedding,
     mode,
     normalisation,
     parts,
@@ -20,6 +21,7 @@ from fedjax_drift.pytorch.operations import (
     products,
     recurrent,
     reductions,
+    resizing,
     shapes,
     spectral,
 )
@@ -38,9 +40,12 @@ ARRAYS: Table = {
     **spectral.ARRAYS,
     **convolutions.ARRAYS,
     **normalisation.ARRAYS,
+    **embedding.ARRAYS,
+    **recurrent.ARRAYS,
+    **resizing.ARRAYS,
 }
 # These take images as `Images` and as arrays.
-OF_IMAGES: Table = {**convolutions.OF_IMAGES, **pooling.OF_IMAGES, **normalisation.OF_IMAGES}
+OF_IMAGES: Table = {**convolutions.OF_IMAGES, **pooling.OF_IMAGES, **resizing.OF_IMAGES, **normalisation.OF_IMAGES}
 # The first argument of these is the `Mode`.
 IN_MODE: Table = {**mode.IN_MODE, **attention.IN_MODE, **recurrent.IN_MODE}
 # And these also take images as `Images`.

@@ -34,13 +34,13 @@ def attention(
     scores = query @ jnp.swapaxes(key, -1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    if mask is not None and mask.dtype == bool:
-        scores = jnp.where(mask, scores, jnp.finfo(scores.dtype).min)
-    elif mask is not None:
-        scores = scores + mask
-    weights = jax.nn.softmax(scores)
-    if mask is not None and mask.dtype == bool:
-        weights = jnp.where(mask, weights, 0)  # also if a position attends to nothing
+    if mask is None:
+        weights = jax.nn.softmax(scores)
+    else:
+        scores = jnp.where(mask, scores, -jnp.inf) if mask.dtype == bool else scores + mask
+        # A position that attends to nothing gets 0.
+        nothing = (scores == -jnp.inf).all(-1, keepdims=True)
+        weights = jnp.where(nothing, 0, jax.nn.softmax(jnp.where(nothing, 0, scores)))
     return kept(mode, weights, dropout_p) @ value
 
 

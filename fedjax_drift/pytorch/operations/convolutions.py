@@ -84,8 +84,10 @@ def conv3d(
     dilations = sizes(dilation, 3)
     around = _amounts(padding, weight.shape[2:], dilations)
     axes = ("NCDHW", "OIDHW", "NCDHW")
-    y = lax.conv_general_dilated(x, weight, sizes(stride, 3), around, None, dilations, axes, groups)
-    return y if bias is None else y + bias[:, None, None, None]
+    batch = x if x.ndim == 5 else x[None]
+    y = lax.conv_general_dilated(batch, weight, sizes(stride, 3), around, None, dilations, axes, groups)
+    y = y if bias is None else y + bias[:, None, None, None]
+    return y if x.ndim == 5 else y[0]
 
 
 def transposed(
@@ -108,8 +110,10 @@ def transposed(
         (d * (k - 1) - p, d * (k - 1) - p + extra)
         for d, k, p, extra in zip(dilations, window, sizes(padding, n), sizes(output_padding, n), strict=True)
     ]
-    y = lax.conv_general_dilated(x, kernel, (1,) * n, around, strides, dilations, feature_group_count=groups)
-    return y if bias is None else y + bias.reshape(-1, *[1] * n)
+    batch = x if x.ndim == n + 2 else x[None]
+    y = lax.conv_general_dilated(batch, kernel, (1,) * n, around, strides, dilations, feature_group_count=groups)
+    y = y if bias is None else y + bias.reshape(-1, *[1] * n)
+    return y if x.ndim == n + 2 else y[0]
 
 
 ARRAYS: dict[str, Callable[..., Any]] = {

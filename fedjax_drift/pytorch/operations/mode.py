@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch.operations.images import on_grid
@@ -81,54 +81,48 @@ def native_dropout(mode: Mode, x: Any, p: float, training: bool | None = True) -
     return dropout(mode, x, p, training is not False), None
 
 
-def feature_dropout(mode: Mode, x: Array, p: float, training: bool) -> Array:
-    return kept(mode, x, p, _channels(x)) if training else x
-
-
-def alpha_dropout(mode: Mode, x: Array, p: float, training: bool) -> Array:
-    return _alpha(mode, x, p, x.shape) if training else x
-
-
-def feature_alpha_dropout(mode: Mode, x: Array, p: float, training: bool) -> Array:
-    return _alpha(mode, x, p, _channels(x)) if training else x
-
-
-def _channels(x: Array) -> tuple[int, ...]:
-    return (*x.shape[:2], *[1] * (x.ndim - 2))
-
-
-def _alpha(mode: Mode, x: Array, p: float, shape: tuple[int, ...]) -> Array:
-    """What is dropped becomes the lowest value of a SELU. Mean and variance stay 0 and 1."""
-    if p in (0, 1):
-        return x if p == 0 else jnp.zeros_like(x)
-    lowest = 1.7580993408473766
-    scale = 1 / math.sqrt((lowest**2 * p + 1) * (1 - p))
-    keep = mode.bernoulli(1 - p, shape, x.dtype, "alpha_dropout")
-    return x * (keep * scale) + ((keep - 1) * (lowest * scale) + lowest * scale * p)
-
-
 # --- noise ------------------------------------------------------------------------------------------------------------
 
 
 def bernoulli(mode: Mode, x: Array, p: Any = None) -> Array:
-    return mode.bernoulli(x if p is None else p, x.shape, x.dtype)
+    return mode.bernoulli(lax.stop_gradient(x if p is None else p), x.shape, x.dtype)
 
 
-def uniform(mode: Mode, shape: Sequence[int], dtype: Any = None) -> Array:
-    return mode.uniform(shape, dtype)
+def uniform(mode: Mode, x: Array, low: float = 0.0, high: float = 1.0) -> Array:
+    return low + (high - low) * mode.uniform(x.shape, x.dtype)
 
 
-def normal(mode: Mode, shape: Sequence[int], dtype: Any = None) -> Array:
-    return mode.normal(shape, dtype)
+def exponential(mode: Mode, x: Array, rate: float = 1.0) -> Array:
+    return mode.exponential(x.shape, x.dtype) / rate
+
+
+def normal_like(mode: Mode, x: Array, mean: float = 0.0, deviation: float = 1.0) -> Array:
+    return mean + deviation * mode.normal(x.shape, x.dtype)
+
+
+def normal(mode: Mode, mean: Any, deviation: Any = 1.0, shape: Sequence[int] | None = None, dtype: Any = None) -> Array:
+    """torch.normal. Without a shape, mean or deviation is an array."""
+    dtype = dtype or getattr(mean, "dtype", getattr(deviation, "dtype", None))
+    shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(deviation)) if shape is None else shape
+    return lax.stop_gradient(mean + deviation * mode.normal(shape, dtype, "normal"))
+
+
+def rrelu(mode: Mode, x: Array, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> Array:
+    slope = uniform(mode, x, lower, upper) if training else (lower + upper) / 2
+    return jnp.where(x > 0, x, slope * x)
 
 
 IN_MODE: dict[str, Callable[..., Any]] = {
-    "alpha_dropout": alpha_dropout,
     "bernoulli": bernoulli,
-    "feature_alpha_dropout": feature_alpha_dropout,
-    "feature_dropout": feature_dropout,
-    "rand": uniform,
-    "randn": normal,
+    "exponential": exponential,
+    "normal": normal,
+    "normal_functional": normal_like,
+    "rand": lambda mode, shape, dtype=None: mode.uniform(shape, dtype),
+    "rand_like": lambda mode, x, dtype=None: mode.uniform(x.shape, dtype or x.dtype),
+    "randn": lambda mode, shape, dtype=None: mode.normal(shape, dtype),
+    "randn_like": lambda mode, x, dtype=None: mode.normal(x.shape, dtype or x.dtype),
+    "rrelu": rrelu,
+    "uniform": uniform,
 }
 
 OF_IMAGES_IN_MODE: dict[str, Callable[..., Any]] = {

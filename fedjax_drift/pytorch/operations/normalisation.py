@@ -13,7 +13,7 @@ from jax import lax
 from fedjax_drift.batch_norm import rows
 from fedjax_drift.convolution.groups import normalized
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.pytorch.operations.images import Images, plain
+from fedjax_drift.pytorch.operations.images import Images, on_grid, plain
 from fedjax_drift.pytorch.operations.mode import Mode
 
 Array = jax.Array
@@ -34,8 +34,8 @@ def batch_norm(
 ) -> tuple[Any, None, None]:
     """BatchNorm with running statistics, in evaluation."""
     scale = lax.rsqrt(variance + eps) * (1 if weight is None else weight)
-    shift = (0 if bias is None else bias) - mean * scale
-    return _scaled(x, scale, shift), None, None
+    y = on_grid(lambda grid: grid - _channels(x, mean), x)  # first, because the mean may be large
+    return _scaled(y, scale, bias), None, None
 
 
 def batch_norm_training(
@@ -55,6 +55,20 @@ def batch_norm_training(
     """
     if mode.frozen or not training:
         return *batch_norm(mode, x, weight, bias, mean, variance, momentum, eps), mean, variance
+    y, average, spread = _by_batch(mode, x, weight, bias, eps)
+    new = [(1 - momentum) * old + momentum * now for old, now in ((mean, average), (variance, spread))]
+    return y, None, None, new[0], new[1]
+
+
+def batch_norm_without_statistics(
+    mode: Mode, x: Any, weight: Array | None, bias: Array | None, training: bool, momentum: float, eps: float
+) -> tuple[Any, None, None]:
+    """With track_running_stats=False, also evaluation normalises with the batch. momentum has no influence."""
+    return _by_batch(mode, x, weight, bias, eps)[0], None, None
+
+
+def _by_batch(mode: Mode, x: Any, weight: Array | None, bias: Array | None, eps: float) -> tuple[Any, Array, Array]:
+    """x normalised with the mean and variance of the batch. Returns also the mean and the unbiased variance."""
     grid, axis = (x.grid, 0) if isinstance(x, Images) else (x, 1)
     others = tuple(i for i in range(grid.ndim) if i != axis)
     if mode.mask is None:
@@ -68,19 +82,19 @@ def batch_norm_training(
     centred = grid - jnp.expand_dims(average, others)
     spread = jnp.square(centred).sum(others, where=real) / n
     scale = lax.rsqrt(spread + eps) * (1 if weight is None else weight)
-    y = centred * jnp.expand_dims(scale, others)
-    y = y if bias is None else y + jnp.expand_dims(bias, others)
-    unbiased = spread * n / jnp.maximum(n - 1, 1)
-    new = [(1 - momentum) * old + momentum * now for old, now in ((mean, average), (variance, unbiased))]
-    return Images(y) if isinstance(x, Images) else y, None, None, new[0], new[1]
+    y = _scaled(Images(centred) if isinstance(x, Images) else centred, scale, bias)
+    return y, average, spread * n / jnp.maximum(n - 1, 1)
 
 
-def _scaled(x: Any, scale: Array, shift: Array) -> Any:
+def _channels(x: Any, values: Array) -> Array:
+    """One number for each channel, in the layout of x."""
+    return values[:, None, None, None] if isinstance(x, Images) else values.reshape(1, -1, *[1] * (x.ndim - 2))
+
+
+def _scaled(x: Any, scale: Array | None, shift: Array | None) -> Any:
     """x * scale + shift, with one number for each channel."""
-    if isinstance(x, Images):
-        return Images(x.grid * scale[:, None, None, None] + shift[:, None, None, None])
-    shape = (1, -1, *[1] * (x.ndim - 2))
-    return x * scale.reshape(shape) + shift.reshape(shape)
+    x = x if scale is None else on_grid(lambda grid: grid * _channels(x, scale), x)
+    return x if shift is None else on_grid(lambda grid: grid + _channels(x, shift), x)
 
 
 def _normalised(x: Array, axes: tuple[int, ...], eps: float) -> Array:
@@ -91,8 +105,14 @@ def _normalised(x: Array, axes: tuple[int, ...], eps: float) -> Array:
 
 
 def layer_norm(
-    x: Array, shape: Sequence[int], weight: Array | None = None, bias: Array | None = None, eps: float = 1e-5, *_: Any
+    x: Array,
+    shape: Sequence[int],
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
 ) -> Array:
+    """cudnn_enable has no influence, also below."""
     y = _normalised(x, tuple(range(-len(shape), 0)), eps)
     y = y if weight is None else y * weight
     return y if bias is None else y + bias
@@ -105,22 +125,35 @@ def rms_norm(x: Array, shape: Sequence[int], weight: Array | None = None, eps: f
 
 
 def group_norm(
-    x: Any, groups: int, weight: Array | None = None, bias: Array | None = None, eps: float = 1e-5, *_: Any
+    x: Any,
+    groups: int,
+    weight: Array | None = None,
+    bias: Array | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
 ) -> Any:
     if isinstance(x, Images):
         y: Any = Images(normalized(x.grid, groups, eps))
     else:
         y = _normalised(x.reshape(x.shape[0], groups, -1), (2,), eps).reshape(x.shape)
-    C = x.shape[1]
-    scale, shift = jnp.ones(C, x.dtype) if weight is None else weight, jnp.zeros(C, x.dtype) if bias is None else bias
-    return _scaled(y, scale, shift)
+    return _scaled(y, weight, bias)
 
 
 def instance_norm(
-    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, own: bool, momentum: float, eps: float, *_: Any
+    x: Any,
+    weight: Array | None,
+    bias: Array | None,
+    mean: Array | None,
+    variance: Array | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
 ) -> Any:
-    if not own:
-        raise ConfigurationError("InstanceNorm must have no running statistics: pass track_running_stats=False")
+    if mean is not None or not use_input_stats:
+        raise ConfigurationError(
+            "InstanceNorm must have no running statistics, got track_running_stats=True: pass False, or use BatchNorm"
+        )
     return group_norm(x, x.shape[1], weight, bias, eps)
 
 
@@ -135,6 +168,7 @@ OF_IMAGES: dict[str, Callable[..., Any]] = {
 }
 
 OF_IMAGES_IN_MODE: dict[str, Callable[..., Any]] = {
+    "_native_batch_norm_legit.no_stats": batch_norm_without_statistics,
     "_native_batch_norm_legit_functional": batch_norm_training,
     "_native_batch_norm_legit_no_training": batch_norm,
 }

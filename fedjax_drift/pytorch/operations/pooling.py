@@ -1,9 +1,9 @@
-"""Pooling and resizing."""
+"""Pooling."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_drift.convolution import windows
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch.operations.convolutions import sizes
 from fedjax_drift.pytorch.operations.images import Images, on_grid
+from fedjax_drift.pytorch.operations.reductions import best
 
 Array = jax.Array
 Axes = int | Sequence[int] | None
@@ -28,42 +28,56 @@ class Windows(NamedTuple):
     step: int
     before: int
     after: int
+    dilation: int
+    count: int  # how many
+
+    @classmethod
+    def of(cls, n: int, size: int, step: int, padding: int, dilation: int, ceil: bool) -> Windows:
+        """With ``ceil``, the last window may begin in the image and end after it."""
+        extent = dilation * (size - 1) + 1
+        count = (n + 2 * padding - extent + (step - 1 if ceil else 0)) // step + 1
+        count -= ceil and (count - 1) * step >= n + padding
+        return cls(size, step, padding, max((count - 1) * step + extent - n - padding, 0), dilation, count)
 
 
-def _windows(x: Any, window: Sizes, stride: Sizes, padding: Sizes, ceil: bool) -> list[Windows]:
-    """One for each of the last axes. With ``ceil``, the last window may begin in the image and end after it."""
-    axes = 2 if isinstance(x, Images) or x.ndim == 4 else x.ndim - 2
-    found = []
-    steps = sizes(stride or window, axes)
-    for n, k, s, p in zip(x.shape[-axes:], sizes(window, axes), steps, sizes(padding, axes), strict=True):
-        count = (n + 2 * p - k + (s - 1 if ceil else 0)) // s + 1
-        count -= (count - 1) * s >= n + p
-        found.append(Windows(k, s, p, (count - 1) * s + k - n - p))
-    return found
+def _windows(
+    axes: int, x: Any, window: Sizes, stride: Sizes, padding: Sizes, ceil: bool, dilation: Sizes = 1
+) -> list[Windows]:
+    """One for each of the last axes."""
+    options = (sizes(each, axes) for each in (window, stride or window, padding, dilation))
+    return [Windows.of(n, *each, ceil) for n, *each in zip(x.shape[-axes:], *options, strict=True)]
 
 
 def _reduce(x: Any, along: list[Windows], empty: float, combine: Callable[..., Array]) -> Any:
+    """Combines the numbers of each window. The last axis is the first, so that they come in PyTorch's order."""
     grid, first = (x.grid, 1) if isinstance(x, Images) else (x, x.ndim - len(along))
-    for axis, (size, step, before, after) in enumerate(along, first):
-        edges = [(before, max(after, 0), 0) if i == axis else (0, 0, 0) for i in range(grid.ndim)]
+    for axis, each in reversed(list(enumerate(along, first))):
+        edges = [(each.before, each.after, 0) if i == axis else (0, 0, 0) for i in range(grid.ndim)]
         grid = lax.pad(grid, jnp.asarray(empty, grid.dtype), edges)
-        count = (grid.shape[axis] - size) // step + 1
-        slices = [windows.strided_slice(grid, axis, i, count, step) for i in range(size)]
-        grid = slices[0]
-        for each in slices[1:]:
-            grid = combine(grid, each)
+        starts = range(0, each.size * each.dilation, each.dilation)
+        grid = reduce(combine, [windows.strided_slice(grid, axis, i, each.count, each.step) for i in starts])
     return Images(grid) if isinstance(x, Images) else grid
 
 
+def _larger(x: Array, y: Array) -> Array:
+    """The first of equal ones gets the gradient, as in PyTorch. With `jnp.maximum`, they share it."""
+    return jnp.where((y > x) | jnp.isnan(y), y, x)
+
+
 def max_pool(
-    x: Any, window: Sizes, stride: Sizes = (), padding: Sizes = 0, dilation: Sizes = 1, ceil: bool = False
+    axes: int,
+    x: Any,
+    window: Sizes,
+    stride: Sizes = (),
+    padding: Sizes = 0,
+    dilation: Sizes = 1,
+    ceil: bool = False,
 ) -> Any:
-    if set(sizes(dilation, 1)) != {1}:
-        raise ConfigurationError(f"dilation of a max-pooling must be 1, got {dilation}")
-    return _reduce(x, _windows(x, window, stride, padding, ceil), -jnp.inf, jnp.maximum)
+    return _reduce(x, _windows(axes, x, window, stride, padding, ceil, dilation), -jnp.inf, _larger)
 
 
 def avg_pool(
+    axes: int,
     x: Any,
     window: Sizes,
     stride: Sizes = (),
@@ -72,15 +86,15 @@ def avg_pool(
     with_padding: bool = True,
     divisor: int | None = None,
 ) -> Any:
-    along = _windows(x, window, stride, padding, ceil)
+    along = _windows(axes, x, window, stride, padding, ceil)
     total = _reduce(x, along, 0.0, jnp.add)
     if divisor:
         return on_grid(lambda y: y / divisor, total)
     counts: list[Array] = []  # per axis: how many numbers of each window count
-    for n, (size, step, before, after) in zip(x.shape[-len(along) :], along, strict=True):
-        starts = jnp.arange((n + before + max(after, 0) - size) // step + 1) * step - before
-        low, high = (-before, n + before) if with_padding else (0, n)
-        counts.append(jnp.minimum(starts + size, high) - jnp.maximum(starts, low))
+    for n, each in zip(x.shape[-axes:], along, strict=True):
+        starts = jnp.arange(each.count) * each.step - each.before
+        low, high = (-each.before, n + each.before) if with_padding else (0, n)
+        counts.append(jnp.minimum(starts + each.size, high) - jnp.maximum(starts, low))
     count = counts[0].astype(x.dtype)
     for each in counts[1:]:
         count = count[..., None] * each.astype(x.dtype)
@@ -89,72 +103,36 @@ def avg_pool(
     return total / count
 
 
-def adaptive_pool(reduce: Callable[..., Array], x: Any, size: Sequence[int]) -> Any:
+def adaptive_pool(along: Callable[..., Array], x: Any, size: Sequence[int]) -> Any:
     """Reduces parts of the axes, of nearly equal lengths."""
     grid, first = (x.grid, 1) if isinstance(x, Images) else (x, x.ndim - len(size))
-    for axis, parts in enumerate(size, first):
+    for axis, parts in reversed(list(enumerate(size, first))):
         n = grid.shape[axis]
         if n % parts == 0:
             shape = (*grid.shape[:axis], parts, n // parts, *grid.shape[axis + 1 :])
-            grid = reduce(grid.reshape(shape), axis + 1)
+            grid = along(grid.reshape(shape), axis + 1)
         else:
             edges = [(i * n // parts, -(-(i + 1) * n // parts)) for i in range(parts)]
-            grid = jnp.stack([reduce(lax.slice_in_dim(grid, a, b, axis=axis), axis) for a, b in edges], axis)
+            grid = jnp.stack([along(lax.slice_in_dim(grid, a, b, axis=axis), axis) for a, b in edges], axis)
     return Images(grid) if isinstance(x, Images) else grid
+
+
+def _mean(x: Array, axis: int) -> Array:
+    return x.mean(axis)
+
+
+def _largest(x: Array, axis: int) -> Array:
+    return best(x, axis, False, jnp.argmax)[0]
 
 
 def adaptive_max_pool(x: Any, size: Sequence[int]) -> tuple[Any, None]:
     """The maxima, and nothing in place of PyTorch's indices."""
-    return adaptive_pool(jnp.max, x, size), None
-
-
-def upsample(resize: Callable[..., Array], x: Any, size: Sequence[int] | None, factors: Sequence[float] | None) -> Any:
-    """Resizes the last axes to ``size``, or by ``factors``: ``resize(grid, axis, m, scale)`` makes an axis of length n
-    one of length m, with the old coordinate ``scale`` times the new one."""
-    axes = len(size or factors or ())
-    grid, first = (x.grid, 1) if isinstance(x, Images) else (x, x.ndim - axes)
-    for i, axis in enumerate(range(first, first + axes)):
-        n = grid.shape[axis]
-        m, scale = (size[i], n / size[i]) if size else (int(n * factors[i]), 1 / factors[i])  # type: ignore[index]
-        grid = resize(grid, axis, m, scale)
-    return Images(grid) if isinstance(x, Images) else grid
-
-
-def upsample_nearest(x: Any, size: Sequence[int] | None, factors: Sequence[float] | None = None) -> Any:
-    def resize(grid: Array, axis: int, m: int, scale: float) -> Array:
-        return jnp.take(grid, jnp.asarray([min(int(j * scale), grid.shape[axis] - 1) for j in range(m)]), axis)
-
-    return upsample(resize, x, size, factors)
-
-
-def upsample_linear(
-    x: Any, size: Sequence[int] | None, corners: bool = False, factors: Sequence[float] | None = None
-) -> Any:
-    def resize(grid: Array, axis: int, m: int, scale: float) -> Array:
-        n, j = grid.shape[axis], jnp.arange(m)
-        at = j * (n - 1) / max(m - 1, 1) if corners else jnp.maximum((j + 0.5) * scale - 0.5, 0)
-        low = jnp.clip(jnp.floor(at).astype(int), 0, n - 1)
-        weight = (at - low).astype(grid.dtype).reshape(-1, *[1] * (grid.ndim - axis - 1))
-        below, above = (jnp.take(grid, jnp.minimum(low + k, n - 1), axis) for k in (0, 1))
-        return below + weight * (above - below)
-
-    return upsample(resize, x, size, factors)
+    return adaptive_pool(_largest, x, size), None
 
 
 OF_IMAGES: dict[str, Callable[..., Any]] = {
-    "adaptive_avg_pool1d": partial(adaptive_pool, jnp.mean),
-    "adaptive_avg_pool2d": partial(adaptive_pool, jnp.mean),
-    "adaptive_avg_pool3d": partial(adaptive_pool, jnp.mean),
-    "adaptive_max_pool1d": adaptive_max_pool,
-    "adaptive_max_pool2d": adaptive_max_pool,
-    "avg_pool1d": avg_pool,
-    "avg_pool2d": avg_pool,
-    "avg_pool3d": avg_pool,
-    "max_pool1d": max_pool,
-    "max_pool2d": max_pool,
-    "max_pool3d": max_pool,
-    "upsample_bilinear2d": upsample_linear,
-    "upsample_linear1d": upsample_linear,
-    "upsample_nearest1d": upsample_nearest,
-    "upsample_nearest2d": upsample_nearest,
+    **{f"adaptive_avg_pool{n}d": partial(adaptive_pool, _mean) for n in (1, 2, 3)},
+    **{f"adaptive_max_pool{n}d": adaptive_max_pool for n in (1, 2, 3)},
+    **{f"avg_pool{n}d": partial(avg_pool, n) for n in (1, 2, 3)},
+    **{f"max_pool{n}d": partial(max_pool, n) for n in (1, 2, 3)},
 }

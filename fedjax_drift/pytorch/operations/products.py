@@ -128,14 +128,6 @@ def chain(matrices: Sequence[Array]) -> Array:
     return reduce(jnp.matmul, matrices)
 
 
-def embedding(table: Array, ids: Array, padding: int = -1, *_: Any) -> Array:
-    """Selects rows. The row ``padding`` gets no gradient. An id outside of the table gives NaN."""
-    selected = table.at[ids].get(mode="fill", fill_value=jnp.nan)
-    if padding < 0:
-        return selected
-    return jnp.where((ids == padding)[..., None], lax.stop_gradient(selected), selected)
-
-
 ARRAYS: dict[str, Callable[..., Any]] = {
     "addbmm": plus(lambda x, y: jnp.einsum("bij,bjk->ik", x, y)),
     "addmm": plus(jnp.matmul),
@@ -151,7 +143,6 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "cross": cross,
     "dot": jnp.dot,
     "einsum": einsum,
-    "embedding": embedding,
     "inner": jnp.inner,
     "inverse": inverse,
     "kron": kron,

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch.operations.mode import Mode, kept
 
 Array = jax.Array
@@ -37,6 +36,16 @@ def _gru_cell(state: State, inputs: Array, weight: Array, bias: Array | float) -
     return ((1 - z) * jnp.tanh(n + jax.nn.sigmoid(r + hr) * hn) + z * h,)
 
 
+def _projected(cell: Callable[..., State], projection: Array) -> Callable[..., State]:
+    """An LSTM with proj_size: its state h is a projection."""
+
+    def projected(*arguments: Any) -> State:
+        h, c = cell(*arguments)
+        return h @ projection.T, c
+
+    return projected
+
+
 def _simple_cell(activation: Callable[[Array], Array]) -> Callable[..., State]:
     return lambda state, inputs, weight, bias: (activation(inputs + state[0] @ weight.T + bias),)
 
@@ -49,32 +58,30 @@ def recurrent(
     weights: Sequence[Array],
     biases: bool,
     layers: int,
-    *options: Any,
+    dropout_p: float,
+    training: bool,
+    bidirectional: bool,
+    batch_first: bool,
 ) -> tuple[Array, ...]:
-    """Recurrent layers: the outputs of the last one, and the last states of all.
-
-    options: dropout (between layers), training, bidirectional, batch_first.
-    """
-    dropout_p, training, bidirectional, batch_first = options
+    """Recurrent layers, with dropout between them: the outputs of the last one, and the last states of all."""
     starts = states if isinstance(states, list | tuple) else [states]
     directions = 2 if bidirectional else 1
     per = len(weights) // (layers * directions)
-    if per != (4 if biases else 2):
-        raise ConfigurationError("proj_size of an LSTM must be 0: add a linear layer instead")
     y = jnp.swapaxes(x, 0, 1) if batch_first else x
     ends: list[State] = []
     for layer in range(layers):
         outputs = []
         for direction in range(directions):
             n = layer * directions + direction
-            w_ih, w_hh, *b = weights[n * per : (n + 1) * per]
-            b_ih, b_hh = b or (0.0, 0.0)
-            step = partial(_step, cell, w_hh, b_hh)
+            w_ih, w_hh, *rest = weights[n * per : (n + 1) * per]
+            b_ih, b_hh = rest[:2] if biases else (0.0, 0.0)
+            own = _projected(cell, rest[-1]) if per == (5 if biases else 3) else cell
+            step = partial(_step, own, w_hh, b_hh)
             end, out = lax.scan(step, tuple(each[n] for each in starts), y @ w_ih.T + b_ih, reverse=direction == 1)
             ends.append(end)
             outputs.append(out)
         y = jnp.concatenate(outputs, -1)
-        if training and dropout_p and layer < layers - 1:
+        if training and layer < layers - 1:
             y = kept(mode.part(layer), y, dropout_p)
     last = tuple(jnp.stack(each) for each in zip(*ends, strict=True))
     return (jnp.swapaxes(y, 0, 1) if batch_first else y, *last)
@@ -87,9 +94,34 @@ def _step(
     return state, state[0]
 
 
+def once(
+    cell: Callable[..., State],
+    x: Array,
+    states: Array | Sequence[Array],
+    w_ih: Array,
+    w_hh: Array,
+    b_ih: Array | None = None,
+    b_hh: Array | None = None,
+) -> Any:
+    """One step: LSTMCell, GRUCell, RNNCell."""
+    several = isinstance(states, list | tuple)
+    inputs = x @ w_ih.T if b_ih is None else x @ w_ih.T + b_ih
+    new = cell(tuple(states) if several else (states,), inputs, w_hh, 0.0 if b_hh is None else b_hh)
+    return new if several else new[0]
+
+
+_relu_cell, _tanh_cell = _simple_cell(jax.nn.relu), _simple_cell(jnp.tanh)
+
+ARRAYS: dict[str, Callable[..., Any]] = {
+    "gru_cell": partial(once, _gru_cell),
+    "lstm_cell": partial(once, _lstm_cell),
+    "rnn_relu_cell": partial(once, _relu_cell),
+    "rnn_tanh_cell": partial(once, _tanh_cell),
+}
+
 IN_MODE: dict[str, Callable[..., Any]] = {
     "gru.input": partial(recurrent, _gru_cell),
     "lstm.input": partial(recurrent, _lstm_cell),
-    "rnn_relu.input": partial(recurrent, _simple_cell(jax.nn.relu)),
-    "rnn_tanh.input": partial(recurrent, _simple_cell(jnp.tanh)),
+    "rnn_relu.input": partial(recurrent, _relu_cell),
+    "rnn_tanh.input": partial(recurrent, _tanh_cell),
 }
