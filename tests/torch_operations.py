@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.pytorch.graph import plain_values
+from fedjax_drift.pytorch.reading import plain_values
 from fedjax_drift.pytorch.operations import (
     creation,
     elementwise,
