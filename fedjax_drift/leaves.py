@@ -14,7 +14,9 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.types import Params, PyTree
+from fedjax_drift.tree import PyTree
+
+Params = Any
 
 Selection = str | Callable[[str], bool] | PyTree
 """A regular expression that is searched in the path of a leaf; or a function from this path to a bool; or a pytree with

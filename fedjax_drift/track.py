@@ -266,12 +266,12 @@ class _Mlflow:
         if t > self._done:
             now = int(1000 * time.time())
             values = {**numbers, "round": t}.items()
-            self._client.log_batch(self.id, [Metric(self._key(name), float(x), now, t) for name, x in values])
+            self._client.log_batch(str(self.id), [Metric(self._key(name), float(x), now, t) for name, x in values])
 
     def close(self, status: Status, summary: Mapping[str, Any]) -> None:
         for name, value in summary.items():
-            self._client.set_tag(self.id, self._key(f"summary/{name}"), value)
-        self._client.set_terminated(self.id, status.upper())
+            self._client.set_tag(str(self.id), self._key(f"summary/{name}"), value)
+        self._client.set_terminated(str(self.id), status.upper())
 
     def _key(self, name: str) -> str:
         return re.sub(r"[^\w.\-/ :]", "_", name)  # other characters are an error

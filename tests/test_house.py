@@ -24,7 +24,7 @@ MODULES = {
 }
 FLOORS = [
     {"errors", "types", "needs", "message", "wrapping", "model", "recipes", "tree", "leaves", "checks"}
-    | {"adapters", "batch_norm", "masks", "version", "disk", "reprs", "schedules", "convolution", "pytorch"},
+    | {"adapters", "axes", "batch_norm", "masks", "version", "disk", "reprs", "schedules", "convolution", "pytorch"},
     {"data", "models", "shift"},
     {"local", "devices", "clock", "participation"},
     {"round", "algorithms", "compression"},
@@ -94,6 +94,7 @@ def test_modules_import_only_from_their_own_or_lower_layers() -> None:
                 "model",
                 "tree",
                 "leaves",
+                "axes",
                 "local",
                 "checks",
                 "errors",

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.pytorch.reading import plain_values
 from fedjax_drift.pytorch.operations import (
     creation,
     elementwise,
@@ -31,6 +30,7 @@ from fedjax_drift.pytorch.operations import (
     shapes,
     spectral,
 )
+from fedjax_drift.pytorch.reading import plain_values
 
 TABLE: dict[str, Callable[..., Any]] = {
     **elementwise.ELEMENTWISE,

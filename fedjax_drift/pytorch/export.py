@@ -156,7 +156,7 @@ def _is_floating(value: Any) -> bool:
 def _is_lazy(value: Any) -> bool:
     import torch
 
-    return isinstance(value, torch.nn.parameter.UninitializedTensorMixin)
+    return isinstance(value, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer)
 
 
 # --- conditions on the length of a batch ------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def check_module(module: Any) -> None:
             f"the parameters of {name} must have shapes, got a lazy layer without: call the module once on a batch"
         )
     wide = [n for n, each in (*module.named_parameters(), *module.named_buffers()) if each.dtype == torch.float64]
-    if wide and not jax.config.jax_enable_x64:
+    if wide and not jax.config.read("jax_enable_x64"):
         raise ConfigurationError(
             f"the parameters of {name} must be float32 or lower, got float64 in {checks.listed(wide)}: pass "
             "module.float(), or set jax_enable_x64"

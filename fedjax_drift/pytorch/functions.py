@@ -46,9 +46,9 @@ def traced() -> Iterator[None]:
     """While it is open, every `torch.autograd.Function` leaves its backward in the graph."""
     import torch
 
-    owner = torch.autograd.function._SingleLevelFunction
+    owner: Any = torch.autograd.function._SingleLevelFunction
     inherited = owner.__dict__.get("apply")
-    owner.apply = classmethod(_apply)  # type: ignore[assignment, method-assign]
+    owner.apply = classmethod(_apply)
     try:
         yield
     finally:

@@ -262,11 +262,11 @@ def compare(source: Translated, module: Any, example: jax.ShapeDtypeStruct, chan
     values = {name: values[name] for name in network.shapes}
     trained = tuple(name for name, each in module.named_parameters() if each.requires_grad)
     batch, images = _batch_of_two(example, channels_last), channels_last and len(example.shape) == 4
-    pairs = [
-        comparison.Pair(module, training, each, graph.pooled(each, set()), trained, values, images, batch)
-        for training, each in ((True, network.training), (False, network.evaluation))
-    ]
-    comparison.check(*pairs, _vocabulary(network))
+
+    def pair(training: bool, each: Graph) -> comparison.Pair:
+        return comparison.Pair(module, training, each, graph.pooled(each, set()), trained, values, images, batch)
+
+    comparison.check(pair(True, network.training), pair(False, network.evaluation), _vocabulary(network))
 
 
 def _vocabulary(network: Network) -> int | None:

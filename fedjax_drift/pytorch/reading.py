@@ -97,7 +97,7 @@ def _nodes(program: Any, name: str) -> list[Node]:
 
 def _check_numbers(name: str, node: Any, made: Node, line: str) -> None:
     """Refuses numbers that JAX would narrow in silence: float64, and integers beyond 32 bits."""
-    if jax.config.jax_enable_x64:
+    if jax.config.read("jax_enable_x64"):
         return
     dtype = str(getattr(node.meta.get("val"), "dtype", ""))
     where = line or made.operation
@@ -121,7 +121,12 @@ def _beyond(number: int) -> bool:
 def _constant(name: str, path: str, tensor: Any) -> np.ndarray:
     """A buffer, or an array of the code."""
     values = tensor.detach().cpu()
-    if not values.is_floating_point() and values.numel() and not jax.config.jax_enable_x64 and not values.is_complex():
+    if (
+        not values.is_floating_point()
+        and values.numel()
+        and not jax.config.read("jax_enable_x64")
+        and not values.is_complex()
+    ):
         extremes = [int(values.min()), int(values.max())]
         if any(map(_beyond, extremes)):
             raise ConfigurationError(

@@ -79,8 +79,8 @@ def clamp_max(x: Any, high: Any) -> Array:
 
 def hardtanh(x: Array, low: float = -1.0, high: float = 1.0) -> Array:
     """The gradient at the bounds is 0, as in PyTorch."""
-    low, high = jnp.asarray(low, x.dtype), jnp.asarray(high, x.dtype)
-    return jnp.where(x <= low, low, jnp.where(x >= high, high, x))
+    bottom, top = jnp.asarray(low, x.dtype), jnp.asarray(high, x.dtype)
+    return jnp.where(x <= bottom, bottom, jnp.where(x >= top, top, x))
 
 
 def cast(x: Any, dtype: Any = None, non_blocking: bool = False, copy: bool = False) -> Any:
@@ -139,7 +139,8 @@ def masked_fill(x: Array, mask: Array, value: Any) -> Array:
 
 
 def where(condition: Array, x: Any = None, y: Any = None) -> Array:
-    return jnp.where(condition, *promoted(x, y))
+    x, y = promoted(x, y)
+    return jnp.where(condition, x, y)
 
 
 def threshold(x: Array, bound: float, value: float) -> Array:

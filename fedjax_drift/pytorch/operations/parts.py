@@ -207,7 +207,7 @@ def roll(x: Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> Array:
 
 
 def rot90(x: Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> Array:
-    return jnp.rot90(x, k, tuple(dims))
+    return jnp.rot90(x, k, (dims[0], dims[1]))
 
 
 def diagonal(x: Array, offset: int = 0, dim: int = 0, other: int = 1) -> Array:

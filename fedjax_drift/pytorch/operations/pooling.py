@@ -29,7 +29,7 @@ class Windows(NamedTuple):
     before: int
     after: int
     dilation: int
-    count: int  # how many
+    number: int  # of windows
 
     @classmethod
     def of(cls, n: int, size: int, step: int, padding: int, dilation: int, ceil: bool) -> Windows:
@@ -45,7 +45,7 @@ def _windows(
 ) -> list[Windows]:
     """One for each of the last axes."""
     options = (sizes(each, axes) for each in (window, stride or window, padding, dilation))
-    return [Windows.of(n, *each, ceil) for n, *each in zip(x.shape[-axes:], *options, strict=True)]
+    return [Windows.of(n, k, s, p, d, ceil) for n, k, s, p, d in zip(x.shape[-axes:], *options, strict=True)]
 
 
 def _reduce(x: Any, along: list[Windows], empty: float, combine: Callable[..., Array]) -> Any:
@@ -55,7 +55,7 @@ def _reduce(x: Any, along: list[Windows], empty: float, combine: Callable[..., A
         edges = [(each.before, each.after, 0) if i == axis else (0, 0, 0) for i in range(grid.ndim)]
         grid = lax.pad(grid, jnp.asarray(empty, grid.dtype), edges)
         starts = range(0, each.size * each.dilation, each.dilation)
-        grid = reduce(combine, [windows.strided_slice(grid, axis, i, each.count, each.step) for i in starts])
+        grid = reduce(combine, [windows.strided_slice(grid, axis, i, each.number, each.step) for i in starts])
     return Images(grid) if isinstance(x, Images) else grid
 
 
@@ -92,12 +92,12 @@ def avg_pool(
         return on_grid(lambda y: y / divisor, total)
     counts: list[Array] = []  # per axis: how many numbers of each window count
     for n, each in zip(x.shape[-axes:], along, strict=True):
-        starts = jnp.arange(each.count) * each.step - each.before
+        starts = jnp.arange(each.number) * each.step - each.before
         low, high = (-each.before, n + each.before) if with_padding else (0, n)
         counts.append(jnp.minimum(starts + each.size, high) - jnp.maximum(starts, low))
     count = counts[0].astype(x.dtype)
-    for each in counts[1:]:
-        count = count[..., None] * each.astype(x.dtype)
+    for more in counts[1:]:
+        count = count[..., None] * more.astype(x.dtype)
     if isinstance(total, Images):
         return Images(total.grid / count[..., None])
     return total / count
