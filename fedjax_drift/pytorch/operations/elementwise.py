@@ -158,12 +158,17 @@ def round_(x: Array, decimals: int = 0) -> Array:
 def logit(x: Any, eps: float | None = None) -> Array:
     x = floating(x)
     x = x if eps is None else clamp(x, eps, 1 - eps)
-    return jnp.log(x / (1 - x))
+    return jnp.log(x) - jnp.log1p(-x)
 
 
 def xlogy(x: Any, y: Any) -> Array:
     x, y = map(floating, promoted(x, y))
     return x * jnp.log(jnp.where((x == 0) & (y <= 0), 1, y))
+
+
+def heaviside(x: Array, middle: Array) -> Array:
+    """0 for NaN."""
+    return jnp.where(x > 0, 1, jnp.where(x == 0, middle, 0)).astype(x.dtype)
 
 
 def copysign(x: Array, y: Array) -> Array:
@@ -277,7 +282,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "hardsigmoid": lambda x: hardtanh(x + 3, 0, 6) / 6,
     "hardswish": lambda x: x * hardtanh(x + 3, 0, 6) / 6,
     "hardtanh": hardtanh,
-    "heaviside": of_promoted(jnp.heaviside),
+    "heaviside": of_promoted(heaviside),
     "hypot": of_promoted(jnp.hypot),
     "i0": of_floats(special.i0),
     "isclose": isclose,
