@@ -278,11 +278,14 @@ class Model(NamedTuple):
         channels_last, check = checks.flag("channels_last", channels_last), checks.flag("check", check)
         example = example_of(input_shape, options)
         torch_module = network.made_module(module)
-        source = network.translated(module, torch_module, example, channels_last)
+        name = type(torch_module).__name__
+        with network.shown(f"Model.from_torch: {name} is translated"):
+            source = network.translated(module, torch_module, example, channels_last)
         made = _of_torch(source, statistics, head, extractor, channels_last, options)
         network.check(made._asdict(), source.network, example, head)
         if check:
-            network.compare(source, torch_module, example, channels_last)
+            with network.shown(f"Model.from_torch: {name} is compared with its translation"):
+                network.compare(source, torch_module, example, channels_last)
         return made
 
 

@@ -208,6 +208,7 @@ def test_large_integers_are_refused_and_ids_are_drawn_from_the_whole_table() -> 
 
 
 def test_random_numbers_of_the_process_are_those_before() -> None:
+    module = Net(noisy)
     states = torch.get_rng_state(), random.getstate()
-    fd.Model.from_torch(Net(noisy), (3,))
+    fd.Model.from_torch(module, (3,))
     assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]

@@ -26,7 +26,8 @@ from fedjax_drift.pytorch.operations.mode import Mode
 from fedjax_drift.pytorch.reading import array
 from fedjax_drift.pytorch.run import run
 
-BATCH, SHORTER = 7, (1, 2, 3)
+BATCH = 7
+SHORTER = {True: (1, 3), False: (1, 2, 3)}  # by `Pair.training`, where each takes a pass with a gradient
 VALUES, GRADIENTS = 1e-4, 1e-2  # relative differences (L2) up to which nothing else is asked
 ROUNDING = 30  # how many times the module's own rounding error, by float64, the translation may differ
 SMALLEST = 1e-3  # the smaller gradients and statistics are held against this part of the largest
@@ -164,12 +165,16 @@ def _program(pair: Pair) -> Callable[..., Results]:
 # --- the module -------------------------------------------------------------------------------------------------------
 
 
-def theirs(pair: Pair, x: np.ndarray, r: np.ndarray | None = None, wide: bool = False, times: int = 1) -> Results:
+def theirs(pair: Pair, x: np.ndarray, project: Callable[..., Any] | None = None, wide: bool = False) -> Results:
     """What the module computes.
 
-    r: of the projection; None: there are no gradients. wide: in float64. times: how often it is called; the results are
-    those of the last call, and the buffers start at the same values each time.
+    project: from the shape of the logits to the projection; None: there are no gradients. wide: in float64.
     """
+    return _called(pair, x, project, wide, 1)[0]
+
+
+def _called(pair: Pair, x: np.ndarray, project: Any, wide: bool, times: int) -> list[Results]:
+    """What the module computes when it is called several times with the same buffers, with gradients of the first."""
     import torch
 
     module = pair.module
@@ -179,15 +184,19 @@ def theirs(pair: Pair, x: np.ndarray, r: np.ndarray | None = None, wide: bool = 
             module.train(pair.training)
             module.to("cpu", torch.float64 if wide else None)
             buffers = [(each, each.clone()) for each in module.buffers()]
-            for _ in range(times):
+            results = []
+            for i in range(times):
                 for each, value in buffers:
                     each.copy_(value)
-                with Means():
+                derived = project is not None and i == 0
+                with Means(), torch.set_grad_enabled(derived):
                     logits = logits_of(module).train(pair.training)(_tensor(x, wide))
+                    r = project(logits.shape) if derived else None
                     gradients = {} if r is None else _gradients(module, logits, r, pair.trained)
-            named = dict(module.named_buffers())
-            new = {path: _numbers(named[path]) for path in pair.graph.updates if path in pair.values}
-            return Results(_numbers(logits), new, gradients)
+                named = dict(module.named_buffers())
+                new = {path: _numbers(named[path]) for path in pair.graph.updates if path in pair.values}
+                results.append(Results(_numbers(logits), new, gradients))
+            return results
         finally:
             for each, values in data:
                 each.data = values
@@ -222,24 +231,26 @@ def _numbers(tensor: Any) -> np.ndarray:
 
 def _difference(pair: Pair, program: Callable[..., Results], x: np.ndarray, seed: int) -> Difference | None:
     """The first thing in which they differ on a batch, or None."""
+
+    def projection(shape: Any) -> np.ndarray:
+        return np.random.default_rng(seed + 100).normal(size=tuple(shape)).astype("float32")
+
+    project = projection if pair.training else None
     try:
-        again = theirs(pair, x, times=2).logits
+        module, again = _called(pair, x, project, False, 2)
     except Exception as error:
         name, cause = type(pair.module).__name__, checks.first_line(error)
         raise ConfigurationError(
             f"{name} must run on a batch of {len(x)} random examples in {pair.when}, got an error: {cause} (in "
             f"{line_of(error)}). Pass check=False if such inputs do not occur"
         ) from error
-    projection = np.random.default_rng(seed + 100).normal(size=again.shape).astype("float32")
-    r = projection if pair.training else None
-    module = theirs(pair, x, r)
-    if (size := _relative(again, module.logits)) > VALUES:
+    if (size := _relative(again.logits, module.logits)) > VALUES:
         return Difference(TWICE, size, len(x), x)
-    wide = functools.cache(lambda: _or_none(lambda: theirs(pair, x, r, True)))
-    ours = program(x, projection)
+    wide = functools.cache(lambda: _or_none(lambda: theirs(pair, x, project, True)))
+    ours = program(x, projection(module.logits.shape))
     if found := _between(ours, module, wide):
         return Difference(*found, len(x), x)
-    return next((each for n in SHORTER if (each := _of_length(pair, program, x, ours, n))), None)
+    return next((each for n in SHORTER[pair.training] if (each := _of_length(pair, program, x, ours, n))), None)
 
 
 def _of_length(pair: Pair, program: Callable[..., Results], x: np.ndarray, whole: Results, n: int) -> Difference | None:
@@ -384,7 +395,7 @@ def _causes(pair: Pair, x: np.ndarray) -> list[str]:
 
     torch.Tensor.register_hook = noted  # type: ignore[assignment, method-assign]
     try:
-        theirs(pair, x)
+        theirs(pair, x, lambda shape: np.ones(tuple(shape), "float32"))
     finally:
         torch.Tensor.register_hook = original  # type: ignore[method-assign]
     return [*found, *dict.fromkeys(hooked)]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -94,6 +97,19 @@ def translated(module: Any, made: Any, example: jax.ShapeDtypeStruct, channels_l
     if made is module:
         return Translated(network, Frozen.of(lambda: jax.tree.map(jnp.asarray, values)), trained, None)
     return Translated(network, None, tuple(name for name, _ in made.named_parameters()), module)
+
+
+@contextmanager
+def shown(text: str) -> Iterator[None]:
+    """Shows a line in a terminal while something takes long."""
+    terminal = sys.stderr.isatty() and not os.environ.get("CI")
+    if terminal:
+        print(f"{text} ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
 def _batch_of_two(example: jax.ShapeDtypeStruct, channels_last: bool) -> jax.ShapeDtypeStruct:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.scipy import special
 
@@ -68,7 +69,8 @@ def arctan2(y: Array, x: Array) -> Array:
 def clamp(x: Any, low: Any = None, high: Any = None) -> Array:
     """The gradient at the bounds is that of x, as in PyTorch."""
     dtype = result_type(*(each for each in (x, low, high) if each is not None))
-    x, low, high = (None if each is None else jnp.asarray(each, dtype) for each in (x, low, high))
+    wrapped = [np.asarray(each).astype(dtype) if isinstance(each, int) else each for each in (x, low, high)]
+    x, low, high = (None if each is None else jnp.asarray(each, dtype) for each in wrapped)
     x = x if low is None else jnp.where((x < low) | jnp.isnan(low), low, x)
     return x if high is None else jnp.where((x > high) | jnp.isnan(high), high, x)
 
