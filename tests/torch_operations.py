@@ -466,6 +466,7 @@ ENTRIES: dict[str, Entry] = {
     "unfold": of(lambda d: (d.any(5, 4), d.pick(0, 1, -1), d.pick(1, 2, 3), d.pick(1, 2))),
     "pixel_shuffle": of(lambda d: (d.any(*d.pick((2,), ()), 8, 2, 3), 2)),
     "pixel_unshuffle": of(lambda d: (d.any(*d.pick((2,), ()), 2, 4, 6), 2)),
+    "glu": of(lambda d: (d.floats(2, 4, 6), d.pick(-1, 1, 2, -2))),
     "channel_shuffle": of(lambda d: (d.floats(2, 6, *d.pick((2,), (2, 2))), 3)),
     "im2col": lambda d: (lambda x, how: call(x, *how))(*images(d)),
     "col2im": folded,

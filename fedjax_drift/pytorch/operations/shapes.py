@@ -177,6 +177,11 @@ def pixel_unshuffle(x: Array, factor: int) -> Array:
     return x.reshape(*lead, C * factor**2, H // factor, W // factor)
 
 
+def glu(x: Array, dim: int = -1) -> Array:
+    a, b = jnp.split(x, 2, dim)
+    return a * jax.nn.sigmoid(b)
+
+
 def channel_shuffle(x: Array, groups: int) -> Array:
     B, C, *size = x.shape
     return jnp.swapaxes(x.reshape(B, groups, C // groups, *size), 1, 2).reshape(x.shape)
@@ -231,6 +236,7 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "expand": expand,
     "expand_as": expand_as,
     "flatten": flatten,
+    "glu": glu,
     "hstack": stacked(jnp.hstack),
     "im2col": im2col,
     "meshgrid": meshgrid,
