@@ -40,7 +40,15 @@ def _normal(operation: Any, mean: Any, *arguments: Any, **options: Any) -> Any:
     return _fill(operation(mean, *arguments, **options), mean)
 
 
-def _rrelu(operation: Any, x: Any, noise: Any, low: float, high: float, training: bool, generator: Any = None) -> Any:
+def _rrelu(
+    operation: Any,
+    x: Any,
+    noise: Any,
+    low: float = 1 / 8,
+    high: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
     import torch
 
     slope = (low + high) / 2

@@ -162,8 +162,16 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "rms_norm": rms_norm,
 }
 
+
+def prelu(x: Any, weight: Array) -> Any:
+    """The slope of each channel for numbers below 0."""
+    slope = weight.reshape(()) if weight.size == 1 else _channels(x, weight)
+    return on_grid(lambda grid: jnp.where(grid > 0, grid, slope * grid), x)
+
+
 OF_IMAGES: dict[str, Callable[..., Any]] = {
     "group_norm": group_norm,
+    "prelu": prelu,
     "instance_norm": instance_norm,
 }
 
