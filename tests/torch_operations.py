@@ -24,6 +24,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch.operations import (
     creation,
     elementwise,
+    losses,
     parts,
     products,
     reductions,
@@ -40,6 +41,7 @@ TABLE: dict[str, Callable[..., Any]] = {
     **reductions.ARRAYS,
     **{name: each for name, each in products.ARRAYS.items() if name != "embedding"},
     **spectral.ARRAYS,
+    **losses.ARRAYS,
 }
 SHAPES: list[tuple[int, ...]] = [(), (1,), (4,), (2, 3), (3, 1), (2, 1, 3)]
 INF, NAN = math.inf, math.nan
@@ -342,6 +344,13 @@ def of(function: Callable[[Draw], tuple[Any, ...]]) -> Entry:
     return lambda d: (function(d), {})
 
 
+def labelled(d: Draw) -> Call:
+    """Logits or logarithms, classes, weights of classes, reduction, a class that does not count."""
+    shape = d.pick((), (3,), (3, 2))
+    classes, weight = d.whole(*shape, low=0, high=4), d.pick(None, d.floats(4, low=0.1))
+    return call(d.floats(*shape[:1], 4, *shape[1:]), classes, weight, d.pick(0, 1, 2), d.pick(-100, 1))
+
+
 floats_only = unary(any_=False)
 ENTRIES: dict[str, Entry] = {
     **dict.fromkeys(("digamma", "lgamma"), lambda d: call(d.floats(*d.shape(0), low=0.1))),  # without their poles
@@ -466,6 +475,32 @@ ENTRIES: dict[str, Entry] = {
     "unfold": of(lambda d: (d.any(5, 4), d.pick(0, 1, -1), d.pick(1, 2, 3), d.pick(1, 2))),
     "pixel_shuffle": of(lambda d: (d.any(*d.pick((2,), ()), 8, 2, 3), 2)),
     "pixel_unshuffle": of(lambda d: (d.any(*d.pick((2,), ()), 2, 4, 6), 2)),
+    **dict.fromkeys("mse_loss l1_loss".split(), of(lambda d: (d.floats(2, 3), d.floats(2, 3), d.pick(0, 1, 2)))),
+    **dict.fromkeys(
+        "smooth_l1_loss huber_loss".split(),
+        of(lambda d: (d.floats(2, 3), d.floats(2, 3), d.pick(0, 1, 2), d.pick(1.0, 0.5))),
+    ),
+    "soft_margin_loss": of(lambda d: (d.floats(2, 3), d.floats(2, 3).sign(), d.pick(0, 1, 2))),
+    "binary_cross_entropy": of(
+        lambda d: (d.floats(2, 3).sigmoid(), d.bools(2, 3).to(d.dtype), d.pick(None, d.floats(2, 3)), d.pick(0, 1, 2))
+    ),
+    "binary_cross_entropy_with_logits": of(
+        lambda d: (
+            d.floats(2, 3),
+            d.floats(2, 3, low=0, high=1),
+            d.pick(None, d.floats(3)),
+            d.pick(None, d.floats(3, low=0.1)),
+            d.pick(0, 1, 2),
+        )
+    ),
+    "kl_div": lambda d: call(
+        d.floats(2, 3), d.floats(2, 3, low=0, high=1), d.pick(0, 1, 2), **d.options(log_target=[True])
+    ),
+    "nll_loss_nd": labelled,
+    "cross_entropy_loss": lambda d: d.pick(
+        call(*labelled(d)[0], d.pick(0.0, 0.2)),
+        call(d.floats(2, 4), d.floats(2, 4).softmax(1), d.pick(None, d.floats(4, low=0.1)), d.pick(0, 1, 2), -100, 0.1),
+    ),
     "glu": of(lambda d: (d.floats(2, 4, 6), d.pick(-1, 1, 2, -2))),
     "channel_shuffle": of(lambda d: (d.floats(2, 6, *d.pick((2,), (2, 2))), 3)),
     "im2col": lambda d: (lambda x, how: call(x, *how))(*images(d)),

@@ -14,6 +14,7 @@ from fedjax_drift.pytorch.operations import (
     creation,
     elementwise,
     embedding,
+    losses,
     mode,
     normalisation,
     parts,
@@ -41,6 +42,7 @@ ARRAYS: Table = {
     **convolutions.ARRAYS,
     **normalisation.ARRAYS,
     **embedding.ARRAYS,
+    **losses.ARRAYS,
     **recurrent.ARRAYS,
     **resizing.ARRAYS,
 }
