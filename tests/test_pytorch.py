@@ -510,7 +510,7 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "batch": (Function(lambda x: x.reshape(2, 4)), {}, "batches of any length"),
     "length": (Function(lambda x: x.reshape(len(x), 4)), {}, "batches of any length.*x.shape"),
     "operation": (Function(torch.matrix_exp, nn.Linear(4, 4)), {"input_shape": (4, 4)}, "must be covered.*matrix_exp"),
-    "where it is": (Function(lambda x: torch.special.ndtri(x)), {}, r"ndtri.*y = self\.function\(y\)"),
+    "where it is": (Function(lambda x: torch.special.airy_ai(x)), {}, r"airy_ai.*y = self\.function\(y\)"),
     "momentum": (nn.BatchNorm1d(4, momentum=None), {"statistics": "average"}, "momentum of BatchNorm must be a number"),
     "random": (Function(lambda x: x + torch.rand_like(x)), {}, "covered|random"),
     "shape": (networks.LeNet(), {"input_shape": (1, 28, 28)}, r"examples of shape \[28, 1, 28\].*channels_last"),

@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from torch.nn import functional as F
 
 import fedjax_drift as fd
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.pytorch import comparison
 
 Shape = tuple[int, ...]  # of the values between two layers, without the batch: [C], [C, H, W] or [T, C]
 
@@ -348,7 +350,13 @@ def drawn(seed: int) -> tuple[nn.Module, Shape, dict[str, Any]]:
 def check(seed: int, dtype: str = "float32") -> tuple[str, str]:
     """("equal" or "refused" or "differs", the message)."""
     module, shape, options = drawn(seed)
-    with warnings.catch_warnings(), jax.enable_x64(dtype == "float64"):
+    values, gradients = (1e-8, 1e-6) if dtype == "float64" else (comparison.VALUES, comparison.GRADIENTS)
+    with (
+        warnings.catch_warnings(),
+        jax.enable_x64(dtype == "float64"),
+        patch.object(comparison, "VALUES", values),
+        patch.object(comparison, "GRADIENTS", gradients),
+    ):
         warnings.simplefilter("ignore")
         if dtype == "float64":
             module.double()

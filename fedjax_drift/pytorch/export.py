@@ -41,7 +41,7 @@ def exported(module: Any, example: jax.ShapeDtypeStruct, training: bool) -> Any:
     zeros = torch.zeros(example.shape, dtype=dtype, device=device)
     batch = torch.export.Dim.AUTO
     try:
-        with unchanged(module), silent(), _without_shortcuts(), functions.traced():
+        with unchanged(module), silent(), _without_shortcuts(), _shapes_of_recurrent_layers(), functions.traced():
             module.train(training)
             for part in module.modules():  # they cannot be exported; `comparison.py` sees what they do
                 part._backward_hooks, part._backward_pre_hooks = OrderedDict(), OrderedDict()
@@ -125,6 +125,33 @@ def _without_shortcuts() -> Iterator[None]:
     finally:
         layers._detect_is_causal_mask = found
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+@contextmanager
+def _shapes_of_recurrent_layers() -> Iterator[None]:
+    """PyTorch would trace every step of a recurrent layer, several times, to know the shapes of what it returns.
+
+    The layer stays one operation. Should it not, the graph has an operation that is not covered, and is refused.
+    """
+    import torch
+    from torch._decomp import decompositions
+
+    steps = getattr(decompositions, "_rnn_helper", None)
+
+    def shapes(
+        x: Any, hidden: Any, params: Any, biases: Any, layers: Any, dropout: Any, train: Any, both: Any, *_: Any
+    ) -> Any:
+        state = hidden[0][0] if isinstance(hidden[0], tuple) else hidden[0]
+        shape = (*x.shape[:-1], state.shape[-1] * (2 if both else 1))
+        return torch.empty_permuted(shape, (0, 1, 2), dtype=x.dtype, device=x.device), hidden
+
+    if steps is not None:
+        decompositions._rnn_helper = shapes
+    try:
+        yield
+    finally:
+        if steps is not None:
+            decompositions._rnn_helper = steps
 
 
 def _stop_gradients(part: Any, enabled: bool) -> None:
