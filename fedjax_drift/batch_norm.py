@@ -59,10 +59,10 @@ def check(name: str, owners: Iterable[Any] | None, kept: Any) -> str | None:
         return None
     if kept is None:
         raise ConfigurationError(
-            f"{name} has running statistics (BatchNorm), so statistics must say what happens to them, got None: pass "
-            'statistics="average" (clients update and send them, the server averages them), "local" (each client keeps '
-            'its own) or "frozen" (they keep their initial values, also in training); or replace BatchNorm by '
-            "GroupNorm (of flax.linen, flax.nnx, torch.nn or fd.models.layers), which has none"
+            f"{name} has running statistics (of BatchNorm or spectral_norm), so statistics must say what happens to "
+            'them, got None: pass statistics="average" (clients update and send them, the server averages them), '
+            '"local" (each client keeps its own) or "frozen" (they keep their initial values, also in training); or '
+            "replace BatchNorm by GroupNorm (of flax.linen, flax.nnx, torch.nn or fd.models.layers), which has none"
         )
     for owner in owners:
         if not _is_batch_norm(owner):

@@ -52,7 +52,8 @@ def exported(module: Any, example: jax.ShapeDtypeStruct, training: bool) -> Any:
     except ConfigurationError:
         raise
     except Exception as error:
-        raise ConfigurationError(_why(name, example, error)) from error
+        runs = _runs(module, zeros, training)
+        raise ConfigurationError(_why(name, example, error, runs)) from error
     _check_lengths(name, program, conditions)
     return program
 
@@ -220,8 +221,20 @@ def _holds(condition: str) -> bool:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def _why(name: str, example: jax.ShapeDtypeStruct, error: Exception) -> str:
-    """What is wrong with a module that `torch.export` refuses."""
+def _runs(module: Any, zeros: Any, training: bool) -> bool:
+    """Whether the module itself accepts the example."""
+    import torch
+
+    try:
+        with unchanged(module), silent(), torch.no_grad():
+            module.train(training)(zeros)
+    except Exception:
+        return False
+    return True
+
+
+def _why(name: str, example: jax.ShapeDtypeStruct, error: Exception, runs: bool) -> str:
+    """What is wrong with a module that `torch.export` refuses. runs: the module itself accepts the example."""
     text, line = str(error), line_of(error)
     if "data-dependent" in text or "DataDependent" in type(error).__name__ or "UnbackedSymInt" in text:
         return by_values(name, line)
@@ -230,6 +243,11 @@ def _why(name: str, example: jax.ShapeDtypeStruct, error: Exception) -> str:
         return f"{name} must take padded sequences, got a packed one, in {line}: call the recurrent layer without it"
     if "1 value per channel" in text:
         return f"{name} must accept a batch of 2 examples in training, got an error from it ({cause})"
+    if runs:
+        return (
+            f"torch.export must be able to read {name}, got an error from it, although the module runs: write the line "
+            f"in another way, or look the error up in PyTorch's issues ({cause})"
+        )
     advice = "pass the input_shape that the module accepts. Images are [H, W, C] here and are passed to the module as "
     advice += "[C, H, W], unless channels_last=False. For token ids also pass input_dtype=jnp.int32"
     return (

@@ -62,6 +62,15 @@ def used(node: Node) -> list[str]:
     return [each.name for each in leaves if is_ref(each)]
 
 
+def reached(nodes: list[Node], name: str) -> set[str]:
+    """The values that depend on a value."""
+    found = {name}
+    for node in nodes:
+        if not found.isdisjoint(used(node)):
+            found.add(node.name)
+    return found
+
+
 def _of_arrays(graph: Graph) -> set[str]:
     """The nodes whose values are arrays, and not numbers."""
     return {node.name for node in graph.nodes if node.operation not in ("size", "python")}

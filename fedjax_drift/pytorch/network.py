@@ -79,8 +79,9 @@ def translated(module: Any, made: Any, example: jax.ShapeDtypeStruct, channels_l
             "momentum=0.1, which is PyTorch's default"
         )
     names = _first_names(made)
-    training, evaluation = (_renamed(reading.traced(made, batch, train), names) for train in (True, False))
-    statistics = _statistics(evaluation)
+    training = _renamed(reading.traced(made, batch, True), names)
+    evaluation = _renamed(reading.traced(made, batch, False, training.updates), names)
+    statistics = {*_statistics(evaluation), *training.updates}
     values = {name: reading.array(each) for name, each in made.named_parameters()}
     if not values:
         raise ConfigurationError(

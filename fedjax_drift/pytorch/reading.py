@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch.export import by_values, exported, line_in
-from fedjax_drift.pytorch.graph import NORMS, Graph, Node, Ref
+from fedjax_drift.pytorch.graph import NORMS, Graph, Node, Ref, reached
 from fedjax_drift.pytorch.operations import TABLES
 
 SKIPPED = ("_assert", "sym_constrain_range")  # they compute nothing
@@ -21,18 +21,18 @@ SKIPPED = ("_assert", "sym_constrain_range")  # they compute nothing
 WIDE = ("torch.float64", "torch.complex128")
 
 
-def traced(module: Any, example: jax.ShapeDtypeStruct, training: bool) -> Graph:
+def traced(module: Any, example: jax.ShapeDtypeStruct, training: bool, state: Iterable[str] = ()) -> Graph:
     """The operations of a module on a batch.
 
-    example: [2, ...]. The first axis is the batch, of any length.
+    example: [2, ...]. The first axis is the batch, of any length. state: the buffers that change in training.
 
     Raises ConfigurationError as `export.exported`, or if an operation is not covered.
     """
-    return read(exported(module, example, training), type(module).__name__)
+    return read(exported(module, example, training), type(module).__name__, state)
 
 
-def read(program: Any, name: str) -> Graph:
-    """The graph of an exported program, without anything of PyTorch in it."""
+def read(program: Any, name: str, state: Iterable[str] = ()) -> Graph:
+    """The graph of an exported program, without anything of PyTorch in it. state: as in `traced`."""
     given: dict[str, dict[str, str]] = {}  # kind -> the name of the input -> what it is
     for spec in program.graph_signature.input_specs:
         given.setdefault(spec.kind.name, {})[spec.arg.name] = spec.target
@@ -51,21 +51,30 @@ def read(program: Any, name: str) -> Graph:
     norms = [node for node in nodes if node.operation in NORMS]
     kept = [ref.name for node in norms for ref in node.arguments[3:5] if ref.name in buffers]
     parameters |= {each: _own(buffers.pop(each)) for each in dict.fromkeys(kept)}
-    updates = {_own(path): each for each, path in returned.pop("BUFFER_MUTATION", {}).items()}
     layers = {path.rpartition(".")[0] for path in parameters.values()}
-    changed = [path for path in updates if path not in parameters.values() and not _counts(path, layers)]
+    new = {_own(path): each for each, path in returned.pop("BUFFER_MUTATION", {}).items()}
+    updates = {path: each for path, each in new.items() if not _counts(path, layers)}
+    values = {**program.constants, **program.state_dict}
+    of_batch = reached(nodes, input_name)
+    changed = [
+        path
+        for each, path in ((each, _own(path)) for each, path in buffers.items())
+        if path in updates and (updates[path] in of_batch or not values[buffers[each]].is_floating_point())
+    ]
     if changed:
         raise ConfigurationError(
-            f"{name} must not change its buffers, got a forward that changes {checks.listed(changed)}: only BatchNorm "
-            "may, because a compiled round has no hidden state"
+            f"{name} must not keep what it has seen, got a forward that changes {checks.listed(changed)}: only "
+            "BatchNorm may, because a compiled round has no hidden state. Buffers whose new value depends on "
+            "parameters and buffers alone, as in spectral_norm, may change too"
         )
+    kept = [each for each, path in buffers.items() if _own(path) in {*updates, *state}]
+    parameters |= {each: _own(buffers.pop(each)) for each in kept}
     written = [_own(path) for path in returned.get("PARAMETER_MUTATION", {}).values()]
     if written:
         raise ConfigurationError(
             f"the forward of {name} must not change its parameters, got one that changes {checks.listed(written)}: use "
             "a changed copy in the forward"
         )
-    values = {**program.constants, **program.state_dict}
     constants = {each: _constant(name, path, values[path]) for each, path in buffers.items()}
     return Graph(input_name, parameters, constants, tuple(nodes), results[0], updates)
 

@@ -173,8 +173,21 @@ def heaviside(x: Array, middle: Array) -> Array:
     return jnp.where(x > 0, 1, jnp.where(x == 0, middle, 0)).astype(x.dtype)
 
 
+def sign(x: Array) -> Array:
+    """0 for NaN."""
+    return jnp.where(jnp.isnan(x), 0, jnp.sign(x)) if jnp.issubdtype(x.dtype, jnp.inexact) else jnp.sign(x)
+
+
+def absolute(x: Array) -> Array:
+    """The derivative at 0 is 0. Here it is 1 for `jnp.abs` of real numbers, and NaN for complex ones."""
+    if jnp.iscomplexobj(x):
+        return jnp.where(x == 0, 0, jnp.abs(jnp.where(x == 0, 1, x)))
+    return x * lax.stop_gradient(jnp.sign(x))
+
+
 def copysign(x: Array, y: Array) -> Array:
-    return jnp.where(jnp.signbit(lax.stop_gradient(y)), -jnp.abs(x), jnp.abs(x))
+    size = absolute(x)
+    return jnp.where(jnp.signbit(lax.stop_gradient(y)), -size, size)
 
 
 def fmax(x: Array, y: Array) -> Array:
@@ -225,7 +238,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "__rshift__": of_promoted(jnp.right_shift),
     "__xor__": of_promoted(jnp.bitwise_xor),
     "_to_copy": cast,
-    "abs": jnp.abs,
+    "abs": absolute,
     "acos": of_floats(jnp.arccos),
     "acosh": of_floats(jnp.arccosh),
     "add": add,
@@ -333,9 +346,9 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "rsqrt": of_floats(lax.rsqrt),
     "rsub": lambda x, y, alpha=1: subtract(y, x, alpha),
     "selu": lambda x: elu(x, *SELU),
-    "sgn": jnp.sign,
+    "sgn": sign,
     "sigmoid": of_floats(jax.nn.sigmoid),
-    "sign": jnp.sign,
+    "sign": sign,
     "signbit": jnp.signbit,
     "silu": jax.nn.silu,
     "sin": of_floats(jnp.sin),

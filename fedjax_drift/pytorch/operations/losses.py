@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_drift.pytorch.operations.dtypes import is_float, promoted
+from fedjax_drift.pytorch.operations.elementwise import absolute
 
 Array = jax.Array
 MEAN, SUM = 1, 2
@@ -32,12 +33,12 @@ def of_difference(loss: Callable[..., Array], option: float | None = None) -> Ca
 
 
 def _smooth(z: Array, beta: float) -> Array:
-    far = jnp.abs(z)
+    far = absolute(z)
     return far if beta == 0 else jnp.where(far < beta, 0.5 * z * z / beta, far - 0.5 * beta)
 
 
 def _huber(z: Array, delta: float) -> Array:
-    far = jnp.abs(z)
+    far = absolute(z)
     return jnp.where(far <= delta, 0.5 * z * z, delta * (far - 0.5 * delta))
 
 
@@ -116,7 +117,7 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "cross_entropy_loss": cross_entropy,
     "huber_loss": of_difference(_huber, 1.0),
     "kl_div": divergence,
-    "l1_loss": of_difference(jnp.abs),
+    "l1_loss": of_difference(absolute),
     "mse_loss": of_difference(jnp.square),
     "nll_loss_nd": negative_likelihood,
     "smooth_l1_loss": of_difference(_smooth, 1.0),

@@ -116,7 +116,10 @@ def solve(x: Array, y: Array, left: bool = True) -> Array:
 
 
 def cholesky(x: Array, upper: bool = False) -> Array:
-    lower = jnp.linalg.cholesky(x, symmetrize_input=False)
+    """Reads the lower triangle. The gradient is symmetric."""
+    halves = (x + jnp.swapaxes(x, -1, -2)) / 2
+    read = jnp.tril(x) + jnp.swapaxes(jnp.tril(x, -1), -1, -2)
+    lower = jnp.linalg.cholesky(halves + lax.stop_gradient(read - halves), symmetrize_input=False)
     return jnp.swapaxes(lower, -1, -2) if upper else lower
 
 

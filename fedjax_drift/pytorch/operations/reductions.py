@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_drift.pytorch.operations.dtypes import counted, floating, promoted
-from fedjax_drift.pytorch.operations.elementwise import cast
+from fedjax_drift.pytorch.operations.elementwise import absolute, cast
 
 Array = jax.Array
 Axes = int | Sequence[int] | None
@@ -89,7 +89,7 @@ def with_mean(function: Callable[..., Array]) -> Callable[..., tuple[Array, Arra
 
 def norm(x: Array, order: float | None = 2, dim: Axes = None, keepdim: bool = False, dtype: Any = None) -> Array:
     """The gradient at 0 is 0."""
-    axes, size = axes_of(x, dim), jnp.abs(cast(x, dtype))
+    axes, size = axes_of(x, dim), absolute(cast(x, dtype))
     order = 2 if order is None else order
     if order == 2 and not jnp.iscomplexobj(x):
         return root(jnp.square(cast(x, dtype)).sum(axes, keepdims=keepdim))
