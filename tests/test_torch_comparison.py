@@ -173,6 +173,47 @@ def test_what_cannot_be_translated_is_refused(name) -> None:
         fd.Model.from_torch(Net(function), (3,))
 
 
+class Smoothed(nn.Module):
+    """Keeps a mean of its batches, in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Any) -> Any:
+        y = self.layer(x)
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * y.detach().mean(0))
+        return y - self.mean
+
+
+def test_buffers_that_know_the_batch_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="must not keep what it has seen, got a forward that changes mean"):
+        fd.Model.from_torch(Smoothed(), (3,), statistics="average")
+
+
+def test_spectral_norm_is_trained_as_in_pytorch() -> None:
+    """Its two vectors change in every step, and depend on the weights alone."""
+    module = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 5)), nn.Tanh(), nn.Linear(5, 4))
+    model = fd.Model.from_torch(module, (3,), statistics="average")
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(6, 3)).astype("float32"), rng.integers(0, 4, 6)
+    data = fd.FederatedData.from_clients([(x, y.astype(np.int32))], test=(x, y))
+    local = fd.LocalTraining(epochs=3, batch_size=6, lr=0.5)
+    sim = fd.Simulation(model, data, fd.algorithms.fedavg(), local=local, cohort_size=1)
+    state, _ = sim.run(sim.init(jax.random.key(0)), 2, eval_every=0, progress=False)
+    optimizer = torch.optim.SGD(module.train().parameters(), 0.5)
+    for _ in range(6):
+        optimizer.zero_grad()
+        F.cross_entropy(module(torch.from_numpy(x)), torch.from_numpy(y)).backward()
+        optimizer.step()
+    found = {**flat(state.params["params"]), **flat(state.params["batch_stats"])}
+    assert {*found} == {*module.state_dict()}
+    for path, value in module.state_dict().items():
+        np.testing.assert_allclose(found[path], value, rtol=1e-4, atol=1e-5, err_msg=path)
+
+
 def test_hooks_of_modules_and_parameters_are_named() -> None:
     module = Net(lambda self, x: self.b(self.a(x)))
     handle = module.b.register_full_backward_hook(lambda module, given, gradient: (2 * given[0],))

@@ -29,6 +29,7 @@ def select(x: Array, dim: int, index: int) -> Array:
 
 
 def narrow(x: Array, dim: int, start: int, length: int) -> Array:
+    start += x.shape[dim] if start < 0 else 0
     return x[part(x, dim, start, start + length, 1)]
 
 

@@ -13,6 +13,7 @@ from jax import lax
 
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch.operations.dtypes import promoted, result_type
+from fedjax_drift.pytorch.operations.elementwise import absolute
 from fedjax_drift.pytorch.operations.reductions import axes_of, norm
 
 Array = jax.Array
@@ -50,8 +51,13 @@ def pairwise_distance(x: Array, y: Array, p: float = 2, eps: float = 1e-6, keepd
 
 
 def distances(x: Array, y: Array, p: float = 2, compute_mode: int | None = None) -> Array:
-    """cdist. The mode chooses between ways to the same numbers."""
-    return norm(x[..., :, None, :] - y[..., None, :, :], p, -1)
+    """cdist. The mode chooses between ways to the same numbers. With p = inf, each of equal numbers has the gradient."""
+    z = x[..., :, None, :] - y[..., None, :, :]
+    if p != math.inf:
+        return norm(z, p, -1)
+    size = absolute(z)
+    largest = lax.stop_gradient(size.max(-1, keepdims=True))
+    return largest[..., 0] + jnp.where(size == largest, size - lax.stop_gradient(size), 0).sum(-1)
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:

@@ -270,10 +270,11 @@ def log_softmax(x: Array, dim: int, dtype: Any = None) -> Array:
 
 
 def truth(function: Callable[..., Array]) -> Callable[..., Array]:
-    """any, all. Of uint8 they are uint8."""
+    """any, all. Of uint8 they are uint8. An empty list of axes is none here, and not all of them."""
 
     def reduced(x: Array, dim: Axes = None, keepdim: bool = False) -> Array:
-        result = function(x.astype(bool), axes_of(x, dim), keepdims=keepdim)
+        axes = () if isinstance(dim, Sequence) and not dim else axes_of(x, dim)
+        result = function(x.astype(bool), axes, keepdims=keepdim)
         return result.astype(jnp.uint8) if x.dtype == jnp.uint8 else result
 
     return reduced
