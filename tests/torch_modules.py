@@ -347,15 +347,22 @@ def drawn(seed: int) -> tuple[nn.Module, Shape, dict[str, Any]]:
     return module, start, options
 
 
-def check(seed: int, dtype: str = "float32") -> tuple[str, str]:
-    """("equal" or "refused" or "differs", the message)."""
+def check(seed: int, dtype: str = "float32") -> tuple[str, str, float]:
+    """ "equal", "refused" or "differs", the message, and the largest relative difference of the logits."""
     module, shape, options = drawn(seed)
+    found, between = [0.0], comparison._between
+
+    def noted(ours: Any, others: Any, wide: Any) -> Any:
+        found.append(comparison._relative(ours.logits, others.logits))
+        return between(ours, others, wide)
+
     values, gradients = (1e-8, 1e-6) if dtype == "float64" else (comparison.VALUES, comparison.GRADIENTS)
     with (
         warnings.catch_warnings(),
         jax.enable_x64(dtype == "float64"),
         patch.object(comparison, "VALUES", values),
         patch.object(comparison, "GRADIENTS", gradients),
+        patch.object(comparison, "_between", noted),
     ):
         warnings.simplefilter("ignore")
         if dtype == "float64":
@@ -365,27 +372,29 @@ def check(seed: int, dtype: str = "float32") -> tuple[str, str]:
             fd.Model.from_torch(module, shape, **options)
         except ConfigurationError as error:
             differs = "must compute here what it computes in PyTorch" in str(error)
-            return ("differs" if differs else "refused"), str(error)
+            return ("differs" if differs else "refused"), str(error), max(found)
         except Exception as error:
-            return "differs", f"{type(error).__name__}: {error}"
-    return "equal", ""
+            return "differs", f"{type(error).__name__}: {error}", max(found)
+    return "equal", "", max(found)
 
 
 def main(seconds: float, seed: int) -> int:
     torch.set_num_threads(1)
     end, counts, reasons, layers = time.time() + seconds, Counter(), Counter(), Counter()
+    furthest = {"float32": 0.0, "float64": 0.0}
     while time.time() < end:
         dtype = "float64" if seed % 4 == 3 else "float32"
-        found, why = check(seed, dtype)
+        found, why, far = check(seed, dtype)
         counts[found] += 1
         if found == "equal":
+            furthest[dtype] = max(furthest[dtype], far)
             layers.update({type(part).__name__ for part in drawn(seed)[0].modules()})
         elif found == "refused":
             reasons[why.split(", got ", 1)[-1][:100]] += 1
         else:
             print(f"seed {seed} ({dtype}): {why}\n{drawn(seed)[0]}", flush=True)
         seed += 1
-    print(f"modules: {dict(counts)}, the next seed is {seed}")
+    print(f"modules: {dict(counts)}, the largest differences of logits: {furthest}, the next seed is {seed}")
     print(f"{len(layers)} kinds of layers: {dict(layers.most_common())}")
     for why, count in reasons.most_common():
         print(f"refused {count} times: {why}")

@@ -251,7 +251,7 @@ def _difference(pair: Pair, program: Callable[..., Results], x: np.ndarray, seed
     if found := _between(ours, module, wide):
         return Difference(*found, len(x), x)
     for n in SHORTER:
-        shorter = _or_none(lambda n=n: theirs(pair, x[:n]))
+        shorter = _or_none(functools.partial(theirs, pair, x[:n]))
         if shorter is None:  # BatchNorm, for instance, needs several values in training
             continue
         if found_shorter := _of_length(pair, program, x, ours, shorter, n):

@@ -51,7 +51,7 @@ def pairwise_distance(x: Array, y: Array, p: float = 2, eps: float = 1e-6, keepd
 
 
 def distances(x: Array, y: Array, p: float = 2, compute_mode: int | None = None) -> Array:
-    """cdist. The mode chooses between ways to the same numbers. With p = inf, each of equal numbers has the gradient."""
+    """cdist. The mode has no influence on the numbers. With p = inf, equal numbers do not share the gradient."""
     z = x[..., :, None, :] - y[..., None, :, :]
     if p != math.inf:
         return norm(z, p, -1)
