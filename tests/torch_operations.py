@@ -31,7 +31,7 @@ from fedjax_drift.pytorch.operations import (
     shapes,
     spectral,
 )
-from fedjax_drift.pytorch.reading import plain_values
+from fedjax_drift.pytorch.reading import of_version, plain_values
 
 TABLE: dict[str, Callable[..., Any]] = {
     **elementwise.ELEMENTWISE,
@@ -360,6 +360,20 @@ def labelled(d: Draw) -> Call:
 
 
 floats_only = unary(any_=False)
+
+
+def clamped(d: Draw) -> Call:
+    """Without negative bounds of uint8, which PyTorch's versions take for different numbers."""
+    x = d.any(2, 3)
+    low = 0 if x.dtype == torch.uint8 else -1
+    return d.pick(
+        call(x, d.pick(None, low, 0.5), 1),
+        call(x, low),
+        call(d.floats(2, 3), d.floats(3), d.pick(None, d.floats(2, 1))),
+        call(d.floats(2, 3, special=True), -1.0, 2.0),
+    )
+
+
 ENTRIES: dict[str, Entry] = {
     **dict.fromkeys(("digamma", "lgamma"), lambda d: call(d.floats(*d.shape(0), low=0.1))),  # without their poles
     **dict.fromkeys(
@@ -398,15 +412,7 @@ ENTRIES: dict[str, Entry] = {
     **dict.fromkeys("__and__ __or__ __xor__ bitwise_and bitwise_or bitwise_xor".split(), bits),
     **dict.fromkeys("__lshift__ __rshift__ bitwise_left_shift bitwise_right_shift".split(), shifts),
     "bitwise_not": of(lambda d: bits(d)[0][:1]),
-    **dict.fromkeys(
-        ["clamp", "clip"],
-        lambda d: d.pick(
-            call(x := d.any(2, 3), d.pick(None, -1, 0.5), 1),
-            call(x, d.pick(-1, -0.5)),
-            call(d.floats(2, 3), d.floats(3), d.pick(None, d.floats(2, 1))),
-            call(d.floats(2, 3, special=True), -1.0, 2.0),
-        ),
-    ),
+    **dict.fromkeys(["clamp", "clip"], clamped),
     **dict.fromkeys(
         ["clamp_min", "clamp_max"], of(lambda d: (d.any(2, 3, special=True), d.pick(0, 0.5, d.floats(3), d.floats())))
     ),
@@ -744,7 +750,7 @@ def compare(name: str, seed: int, dtype: str, table: dict[str, Callable[..., Any
         expected = listed(theirs(name)(*arguments, **options))
     except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):
         return "refused", 0.0
-    function, given = table[name], as_jax((arguments, options))
+    function, given = table[name], as_jax((arguments, options | of_version(name, (*arguments, *options.values()))))
     flat, tree = jax.tree.flatten(given)
     places = [i for i, x in enumerate(jax.tree.leaves((arguments, options))) if is_tensor(x) and x.is_floating_point()]
 

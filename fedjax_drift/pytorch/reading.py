@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Iterable
@@ -176,7 +177,30 @@ def _node(node: Any) -> Node | None:
     covered = [each for each in (f"{base}.{overload}", base) if any(each in table for table in TABLES)]
     if namespace != "aten" or not covered:
         return None
-    return Node(node.name, covered[0], arguments, options, layer)
+    return Node(node.name, covered[0], arguments, options | of_version(base, (*arguments, *options.values())), layer)
+
+
+def of_version(operation: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
+    """Options of an operation that means something else in different versions of PyTorch."""
+    if operation not in ("clamp", "clamp_min", "clamp_max", "clip"):
+        return {}
+    of_arrays = any(isinstance(each, Ref) or hasattr(each, "shape") for each in arguments[1:])
+    return {"share": at_bounds(of_arrays)}
+
+
+@functools.cache
+def at_bounds(of_arrays: bool) -> float:
+    """The part of the gradient that x has where `torch.clamp` finds it equal to a bound.
+
+    1 in PyTorch 2.13. In 2.15, 0 if the bound is a number, and 0.5 if it is an array, which has the other half.
+    """
+    import torch
+
+    with torch.enable_grad():
+        x = torch.zeros((), requires_grad=True)
+        x.clamp(min=torch.zeros(()) if of_arrays else 0.0).backward()
+    assert x.grad is not None
+    return float(x.grad)
 
 
 def _selects(node: Any) -> bool:

@@ -66,17 +66,29 @@ def arctan2(y: Array, x: Array) -> Array:
     return jnp.where(at_zero, lax.stop_gradient(jnp.arctan2(y, x)), angles)
 
 
-def clamp(x: Any, low: Any = None, high: Any = None) -> Array:
-    """The gradient at the bounds is that of x, as in PyTorch."""
+def clamp(x: Any, low: Any = None, high: Any = None, share: float = 1.0) -> Array:
+    """share: the part of the gradient that x has where it is equal to a bound, see `reading.at_bounds`."""
     dtype = result_type(*(each for each in (x, low, high) if each is not None))
     wrapped = [np.asarray(each).astype(dtype) if isinstance(each, int) else each for each in (x, low, high)]
     x, low, high = (None if each is None else jnp.asarray(each, dtype) for each in wrapped)
-    x = x if low is None else jnp.where((x < low) | jnp.isnan(low), low, x)
-    return x if high is None else jnp.where((x > high) | jnp.isnan(high), high, x)
+    x = x if low is None else _bounded(x, low, lambda x: x < low, jnp.maximum, share)
+    return x if high is None else _bounded(x, high, lambda x: x > high, jnp.minimum, share)
 
 
-def clamp_max(x: Any, high: Any) -> Array:
-    return clamp(x, None, high)
+def _bounded(
+    x: Array, bound: Array, outside: Callable[..., Array], extreme: Callable[..., Array], share: float
+) -> Array:
+    if share == 0.5:
+        return extreme(x, bound)
+    return jnp.where(outside(x) | jnp.isnan(bound) | (x == bound) & (share == 0), bound, x)
+
+
+def clamp_min(x: Any, low: Any, share: float = 1.0) -> Array:
+    return clamp(x, low, None, share)
+
+
+def clamp_max(x: Any, high: Any, share: float = 1.0) -> Array:
+    return clamp(x, None, high, share)
 
 
 def hardtanh(x: Array, low: float = -1.0, high: float = 1.0) -> Array:
@@ -261,7 +273,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "celu": lambda x, alpha=1.0: elu(x, alpha, 1.0, 1.0 / alpha),
     "clamp": clamp,
     "clamp_max": clamp_max,
-    "clamp_min": clamp,
+    "clamp_min": clamp_min,
     "clip": clamp,
     "clone": _unchanged,
     "contiguous": _unchanged,
