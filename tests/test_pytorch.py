@@ -505,7 +505,7 @@ def frozen(module: nn.Module) -> nn.Module:
 ERRORS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "condition": (Function(lambda x: x if x.sum() > 0 else -x), {}, "must not depend on the values.*if x.sum"),
     "selection": (Function(lambda x: x[x > 0]), {}, "must not depend on the values"),
-    "buffer": (Counting(), {}, "must not change its buffers.*calls"),
+    "buffer": (Counting(), {}, "must not keep what it has seen.*calls"),
     "outputs": (Both(), {}, "must return one array, the logits, got 2"),
     "batch": (Function(lambda x: x.reshape(2, 4)), {}, "batches of any length"),
     "length": (Function(lambda x: x.reshape(len(x), 4)), {}, "batches of any length.*x.shape"),

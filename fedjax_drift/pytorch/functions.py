@@ -46,16 +46,13 @@ def traced() -> Iterator[None]:
     """While it is open, every `torch.autograd.Function` leaves its backward in the graph."""
     import torch
 
-    owner: Any = torch.autograd.function._SingleLevelFunction
-    inherited = owner.__dict__.get("apply")
+    owner: Any = torch.autograd.Function
+    original = owner.__dict__["apply"]
     owner.apply = classmethod(_apply)
     try:
         yield
     finally:
-        if inherited is None:
-            del owner.apply
-        else:
-            owner.apply = inherited
+        owner.apply = original
 
 
 def _apply(cls: Any, *inputs: Any) -> Any:

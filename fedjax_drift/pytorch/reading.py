@@ -29,11 +29,11 @@ def traced(module: Any, example: jax.ShapeDtypeStruct, training: bool, state: It
 
     Raises ConfigurationError as `export.exported`, or if an operation is not covered.
     """
-    return read(exported(module, example, training), type(module).__name__, state)
+    return read(exported(module, example, training), type(module).__name__, training, state)
 
 
-def read(program: Any, name: str, state: Iterable[str] = ()) -> Graph:
-    """The graph of an exported program, without anything of PyTorch in it. state: as in `traced`."""
+def read(program: Any, name: str, training: bool, state: Iterable[str] = ()) -> Graph:
+    """The graph of an exported program, without anything of PyTorch in it. training, state: as in `traced`."""
     given: dict[str, dict[str, str]] = {}  # kind -> the name of the input -> what it is
     for spec in program.graph_signature.input_specs:
         given.setdefault(spec.kind.name, {})[spec.arg.name] = spec.target
@@ -57,16 +57,17 @@ def read(program: Any, name: str, state: Iterable[str] = ()) -> Graph:
     updates = {path: each for path, each in new.items() if not _counts(path, layers)}
     values = {**program.constants, **program.state_dict}
     of_batch = reached(nodes, input_name)
-    changed = [
+    changed = {_own(path): values[path] for path in buffers.values() if _own(path) in updates}
+    wrong = [
         path
-        for each, path in ((each, _own(path)) for each, path in buffers.items())
-        if path in updates and (updates[path] in of_batch or not values[buffers[each]].is_floating_point())
+        for path, value in changed.items()
+        if not training or updates[path] in of_batch or not value.is_floating_point()
     ]
-    if changed:
+    if wrong:
         raise ConfigurationError(
-            f"{name} must not keep what it has seen, got a forward that changes {checks.listed(changed)}: only "
-            "BatchNorm may, because a compiled round has no hidden state. Buffers whose new value depends on "
-            "parameters and buffers alone, as in spectral_norm, may change too"
+            f"{name} must not keep what it has seen, got a forward that changes {checks.listed(wrong)}: only BatchNorm "
+            "may, because a compiled round has no hidden state. In training, buffers of floats may change too if their "
+            "new value depends on parameters and buffers alone, as in spectral_norm"
         )
     kept = [each for each, path in buffers.items() if _own(path) in {*updates, *state}]
     parameters |= {each: _own(buffers.pop(each)) for each in kept}
