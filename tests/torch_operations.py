@@ -200,7 +200,10 @@ def spread(mean: bool) -> Entry:
             return call(x, *d.pick((), (True,), (False,)))
         if d.often(0.3):
             return call(x, d.dims(x), d.often(), d.often())
-        return (x, d.pick(None, d.dims(x))), d.options(correction=[0, 1, 2, 0.5, 9], keepdim=[True])
+        dims, options = d.pick(None, d.dims(x)), d.options(correction=[0, 1, 2, 0.5, 9], keepdim=[True])
+        if dims is None:
+            options.setdefault("correction", 1)  # without it, PyTorch 2.15 takes None for unbiased=False
+        return (x, dims), options
 
     return drawn
 
