@@ -199,8 +199,9 @@ def spread(mean: bool) -> Entry:
         if d.often(0.2):
             return call(x, *d.pick((), (True,), (False,)))
         if d.often(0.3):
-            return call(x, d.dims(x), d.often(), d.often())
-        dims, options = d.pick(None, d.dims(x)), d.options(correction=[0, 1, 2, 0.5, 9], keepdim=[True])
+            return call(x, d.dims(x) or [0], d.often(), d.often())
+        # No empty list of axes, for which PyTorch's gradient is that of one number.
+        dims, options = d.pick(None, d.dims(x) or [0]), d.options(correction=[0, 1, 2, 0.5, 9], keepdim=[True])
         if dims is None:
             options.setdefault("correction", 1)  # without it, PyTorch 2.15 takes None for unbiased=False
         return (x, dims), options
