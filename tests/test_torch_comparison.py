@@ -173,6 +173,14 @@ def test_what_cannot_be_translated_is_refused(name) -> None:
         fd.Model.from_torch(Net(function), (3,))
 
 
+def test_a_last_layer_of_zeros_hides_nothing() -> None:
+    module = Net(hooked)
+    nn.init.zeros_(module.b.weight)
+    with pytest.raises(ConfigurationError, match="a hook of a tensor"):
+        fd.Model.from_torch(module, (3,))
+    assert not module.b.weight.any()
+
+
 class Smoothed(nn.Module):
     """Keeps a mean of its batches, in a buffer."""
 

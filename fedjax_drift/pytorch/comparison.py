@@ -91,6 +91,22 @@ def check(training: Pair, evaluation: Pair, vocabulary: int | None) -> None:
 
 
 @contextmanager
+def without_zeros(module: Any) -> Iterator[None]:
+    """Parameters that are 0, such as those of a last layer, hide what is before them: they get random values."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    zeros = [(each, each.data) for each in module.parameters() if each.is_floating_point() and not each.data.any()]
+    try:
+        for each, value in zeros:
+            each.data = 0.1 * torch.randn(value.shape, generator=generator).to(value)
+        yield
+    finally:
+        for each, value in zeros:
+            each.data = value
+
+
+@contextmanager
 def _cpu() -> Iterator[None]:
     """Both compute in float32 on the CPU."""
     devices = jax.local_devices(backend="cpu")

@@ -275,15 +275,16 @@ def fields(
 def compare(source: Translated, module: Any, example: jax.ShapeDtypeStruct, channels_last: bool) -> None:
     """Compares the translation with the module (`comparison.py`). module: that which was translated."""
     network = source.network
-    values = {name: reading.array(each) for name, each in (*module.named_parameters(), *module.named_buffers())}
-    values = {name: values[name] for name in network.shapes}
     trained = tuple(name for name, each in module.named_parameters() if each.requires_grad)
     batch, images = _batch_of_two(example, channels_last), channels_last and len(example.shape) == 4
 
     def pair(training: bool, each: Graph) -> comparison.Pair:
         return comparison.Pair(module, training, each, graph.pooled(each, set()), trained, values, images, batch)
 
-    comparison.check(pair(True, network.training), pair(False, network.evaluation), _vocabulary(network))
+    with comparison.without_zeros(module):
+        values = {name: reading.array(each) for name, each in (*module.named_parameters(), *module.named_buffers())}
+        values = {name: values[name] for name in network.shapes}
+        comparison.check(pair(True, network.training), pair(False, network.evaluation), _vocabulary(network))
 
 
 def _vocabulary(network: Network) -> int | None:
