@@ -51,5 +51,5 @@ def test_a_planted_fault_is_found(name, monkeypatch) -> None:
     wrong, table, text = PLANTED[name]
     assert name in table
     monkeypatch.setitem(table, name, wrong)
-    drawn = (seed for seed in itertools.count() if text in repr(modules.drawn(seed)[0]))
+    drawn = (seed for seed in range(1000) if text in repr(modules.drawn(seed)[0]))
     assert "differs" in [modules.check(seed)[0] for seed in itertools.islice(drawn, 2)]

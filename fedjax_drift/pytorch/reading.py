@@ -53,8 +53,8 @@ def read(program: Any, name: str, training: bool, state: Iterable[str] = ()) -> 
     kept = [ref.name for node in norms for ref in node.arguments[3:5] if ref.name in buffers]
     parameters |= {each: _own(buffers.pop(each)) for each in dict.fromkeys(kept)}
     layers = {path.rpartition(".")[0] for path in parameters.values()}
-    new = {_own(path): each for each, path in returned.pop("BUFFER_MUTATION", {}).items()}
-    updates = {path: each for path, each in new.items() if not _counts(path, layers)}
+    mutations = returned.pop("BUFFER_MUTATION", {}).items()
+    updates = {_own(path): each for each, path in mutations if not _counts(_own(path), layers)}
     values = {**program.constants, **program.state_dict}
     of_batch = reached(nodes, input_name)
     changed = {_own(path): values[path] for path in buffers.values() if _own(path) in updates}
@@ -69,8 +69,8 @@ def read(program: Any, name: str, training: bool, state: Iterable[str] = ()) -> 
             "may, because a compiled round has no hidden state. In training, buffers of floats may change too if their "
             "new value depends on parameters and buffers alone, as in spectral_norm"
         )
-    kept = [each for each, path in buffers.items() if _own(path) in {*updates, *state}]
-    parameters |= {each: _own(buffers.pop(each)) for each in kept}
+    changing = [each for each, path in buffers.items() if _own(path) in {*updates, *state}]
+    parameters |= {each: _own(buffers.pop(each)) for each in changing}
     written = [_own(path) for path in returned.get("PARAMETER_MUTATION", {}).values()]
     if written:
         raise ConfigurationError(
@@ -132,12 +132,8 @@ def _beyond(number: int) -> bool:
 def _constant(name: str, path: str, tensor: Any) -> np.ndarray:
     """A buffer, or an array of the code."""
     values = tensor.detach().cpu()
-    if (
-        not values.is_floating_point()
-        and values.numel()
-        and not jax.config.read("jax_enable_x64")
-        and not values.is_complex()
-    ):
+    whole = not values.is_floating_point() and not values.is_complex()
+    if whole and values.numel() and not jax.config.read("jax_enable_x64"):
         extremes = [int(values.min()), int(values.max())]
         if any(map(_beyond, extremes)):
             raise ConfigurationError(
