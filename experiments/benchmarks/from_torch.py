@@ -32,7 +32,7 @@ import torch_networks as networks
 from torch import nn
 
 import fedjax_drift as fd
-from fedjax_drift.pytorch import graph
+from fedjax_drift.pytorch import reading
 from fedjax_drift.pytorch.names import flat
 
 
@@ -170,7 +170,7 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
         torch.manual_seed(0)
         module = case.make()
         model = translated(case, module)
-        used = {node.operation for node in graph.traced(module, example(case), True).nodes}
+        used = {node.operation for node in reading.traced(module, example(case), True).nodes}
         forward, gradient = differences(model, module, case)
         note = f"{len(used)} operations; differences: forward {forward:.0e}, gradient {gradient:.0e}"
         x, y = arrays(case, BATCH if arguments.quick else case.rows)
