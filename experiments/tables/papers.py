@@ -31,6 +31,9 @@ setting, the setting, the method, the method in the table ``methods`` of the set
 
 All seeds of a cell have the same partition. With ``data_seed = "seed"``, every seed has its own partition.
 
+``seeds`` is the number of seeds that was fixed before the first run. Methods are first compared with all of them (at
+least 3), and then with more. With ``one_look = true`` there is only the first comparison (`comparison`).
+
 A setting with ``runs = "paper/table"`` refers to the setting of the same name in another table. If it has another name
 there, the key ``as`` gives that name. The setting is run once and shown in both tables.
 
@@ -182,7 +185,8 @@ class Cell(NamedTuple):
     setting: str
     method: str
     options: dict[str, Any]  # options of `fedjax-drift run`
-    seeds: int = 1  # the number of seeds of the table
+    seeds: int = 1  # the number of seeds of the table, which were fixed before the first look
+    one_look: bool = False  # whether all these seeds are looked at once, and no others
     until: Score | None = None  # the target at which a run may end
     keep: tuple[str, ...] = ()  # entries of the records that are stored for every round, not only for evaluated rounds
 
@@ -359,12 +363,13 @@ def _setting(
         for method, of_method in methods.items():
             of_cell = _method_options(entries.get("methods", {}).get(method, {}))
             options = {**table_entries.get("common", {}), **base, **of_setting, **of_method, **of_cell}
-            seeds, until, keep = options.pop("seeds", 1), options.pop("until", None), options.pop("keep", ())
+            seeds, one_look = options.pop("seeds", 1), options.pop("one_look", False)
+            until, keep = options.pop("until", None), options.pop("keep", ())
             for key in ("dataset", "rounds"):
                 if key not in options:
                     raise ValueError(f"{name}, {method} needs {key}, got none: add it there or under [common]")
             target = None if until is None else scores[until]
-            cells[method] = Cell(table, name, method, options, seeds, target, tuple(keep))
+            cells[method] = Cell(table, name, method, options, seeds, one_look, target, tuple(keep))
     numbers = entries.get("printed", {})
     if numbers and not isinstance(next(iter(numbers.values())), Mapping):
         numbers = {next(iter(scores)): numbers}

@@ -179,14 +179,14 @@ def _add_results(cell: Cell, output: Path, new: dict[int, Result]) -> dict[int, 
 
 
 def _store_beginnings(cell: Cell, seeds: Sequence[int], output: Path) -> list[Path]:
-    """Stores the results of the seeds for which another table of the paper has a longer run with the same options.
+    """Stores the results of the seeds for which another setting of the paper has a longer run with the same options.
 
     For example, a run to a target accuracy is the beginning of a run of all rounds for the best accuracy. Returns the
     files of these runs, relative to ``output``.
     """
-    paper, _, *names = cell.file.parts
+    paper, *_, name = cell.file.parts
     files = []
-    for file in sorted(output.glob(str(Path(paper, "*", *names)))):
+    for file in sorted(output.glob(str(Path(paper, "*", "*", name)))):
         runs = {seed: run for seed, run in read_results(file).items() if seed in seeds}
         beginnings = {seed: result for seed, run in runs.items() if (result := _beginning(run, cell))}
         if beginnings:
