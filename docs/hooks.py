@@ -1,17 +1,30 @@
-"""What MkDocs does beyond its plugins: equations become MathML, and notebooks have their place in the nav and a link to
-Colab."""
+"""What MkDocs does beyond its plugins: equations become MathML, notebooks have their place in the nav and a link to
+Colab, and parts of the README keep their links."""
 
 import html
 import re
 from pathlib import Path
 
 from latex2mathml.converter import convert
+from markdown import Extension
+from markdown.preprocessors import Preprocessor
 
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
+class FromRoot(Extension, Preprocessor):
+    """The README's links begin at the root of the project, and those of the pages that include it in docs/."""
+
+    def extendMarkdown(self, md):
+        md.preprocessors.register(self, "from_root", 31.5)  # after snippets, which have 32
+
+    def run(self, lines):
+        return [line.replace("](docs/", "](") for line in lines]
+
+
 def on_config(config):
     """The nav's last part but one: the notebooks that there are, by their numbers."""
+    config.markdown_extensions.append(FromRoot())
     found = sorted(Path(config.docs_dir, "notebooks").glob("*.ipynb"))
     config.nav.insert(-1, {"Notebooks": [f"notebooks/{path.name}" for path in found]})
     return config
