@@ -16,6 +16,7 @@ import sys
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import damage_checkpoints
 import jax
@@ -29,7 +30,7 @@ from test_bank import file_limit
 import fedjax_drift as fd
 from fedjax_drift import cli, disk
 from fedjax_drift.errors import InUseError, OtherRunError
-from fedjax_drift.simulation import progress
+from fedjax_drift.simulation import loop, progress
 from fedjax_drift.storage import checkpoint, client_files, client_store, contents, orbax_backend, saver
 from fedjax_drift.storage.identity import differences, settings
 
@@ -327,6 +328,29 @@ def test_the_last_and_the_best_checkpoints_are_kept(device, tmp_path) -> None:
     for waited, busy, expected in [(61, False, True), (59, False, False), (61, True, False)]:
         assert saver.due(None, 60.0, 7, waited, busy) is expected
     assert saver.due(5, None, 10, 0, True) and not saver.due(5, None, 11, 99, False)
+
+
+@pytest.mark.parametrize("duration, expected", [(60, [1, 2, 3, 4, 5, 6]), (20, [2, 4, 6]), (14, [3, 6])])
+def test_a_kill_loses_the_seconds_between_saves_and_one_round(duration, expected, device, tmp_path, monkeypatch):
+    """The clock advances by the duration of a round when a round lands. A save starts after 30 s, not a round later."""
+    now, saves, catch_up, write = [0.0], [], loop.Loop._catch_up, saver.Saver._write
+
+    def landing(self, behind: int) -> None:
+        now[0] += duration * sum(flight.n for flight in list(self._flying)[: len(self._flying) - behind])
+        catch_up(self, behind)
+
+    def writing(self, contents, history) -> None:
+        saves.append(contents.round)
+        write(self, contents, history)
+
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=lambda: now[0])
+    monkeypatch.setattr(loop.Loop, "_catch_up", landing)
+    monkeypatch.setattr(saver.Saver, "_write", writing)
+    monkeypatch.setattr(saver.Saver, "_is_busy", lambda self: False)
+    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(saver, "time", clock)
+    state, _ = run(device, device.init(KEY), 6, fd.Checkpoints(tmp_path, seconds=30, best=None))
+    assert saves == expected and same(state, run(device, device.init(KEY), 6)[0])
 
 
 def test_files_left_by_a_kill_are_deleted(device, saved, monkeypatch) -> None:

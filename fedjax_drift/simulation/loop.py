@@ -183,7 +183,9 @@ class Loop:
         """Advances to the last round, or to the round after which a stop was requested. Returns this round."""
         savers, schedule, started = self.savers, self.schedule, False
         while t < schedule.last:
-            due = savers is not None and started and savers.due(t)
+            if savers is not None and started and math.isinf(self.seconds):
+                self._catch_up(0)  # from now on, the duration of a round is known
+            due = savers is not None and started and savers.due(t, self._seconds_in_flight())
             numbers = [schedule.rounds_at_once(self.seconds), int(due)]
             (most, save), (stopped, terminated) = agree(self.mesh, numbers, [self.stop.requested, self.stop.terminated])
             self.terminated |= bool(terminated)
@@ -210,6 +212,10 @@ class Loop:
                 break
             self._catch_up(len(self.tracks))
         return t
+
+    def _seconds_in_flight(self) -> float:
+        """About how long the rounds that have been dispatched take until they have landed."""
+        return self.seconds * self._flying[-1].n if self._flying else 0.0
 
     def _all_ended(self) -> bool:
         """Whether `until` has returned True for every run. Waits for the evaluation of the newest states."""

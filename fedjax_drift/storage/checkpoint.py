@@ -64,8 +64,8 @@ class Checkpoints:
       folder: Created when the first checkpoint is written.
       every: Number of rounds between saves, >= 1. After a crash, at most ``every`` of the rounds already reported to
         ``on_round`` are lost. None (default): use only ``seconds``.
-      seconds: Number of seconds (> 0) between saves. No save starts while the previous one is running. None: use only
-        ``every``.
+      seconds: Number of seconds (> 0) between saves. No save starts while the previous one is running. A crash loses
+        at most these seconds, one round, and the time of a save. None: use only ``every``.
       keep: Number of most recent checkpoints to keep, >= 1. The best checkpoint is kept too.
       best: Name of the metric that selects the best checkpoint, such as "accuracy". It must be an entry of the records
         of evaluated rounds. The largest value is best, or the smallest if the name ends in "loss". The best state is

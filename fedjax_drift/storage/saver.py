@@ -189,10 +189,13 @@ class Saver:
             self.save(state, [])
             self.settle()
 
-    def due(self, t: int) -> bool:
-        """Whether to save after round t."""
+    def due(self, t: int, ahead: float) -> bool:
+        """Whether to save after round t, which ends in ``ahead`` seconds. Its save starts then.
+
+        Without ``ahead``, the answer would be one round late: the host asks while round t is still being trained.
+        """
         every, seconds = self.checkpoints.every, self.checkpoints.seconds
-        return due(every, seconds, t, time.monotonic() - self.clock, self._is_busy())
+        return due(every, seconds, t, time.monotonic() - self.clock + ahead, self._is_busy())
 
     def save(self, state: ServerState, history: list[Record]) -> None:
         """Starts to save the state, with the history of this run. If saving fails, it warns, and training continues."""
@@ -362,9 +365,9 @@ class Savers:
         self.before = [saver.history_before for saver in savers]  # the records of each run when `saving` was entered
         self.follows_best = savers[0].checkpoints.best is not None
 
-    def due(self, t: int) -> bool:
-        """Whether to save after round t."""
-        return self.savers[0].due(t)
+    def due(self, t: int, ahead: float) -> bool:
+        """Whether to save after round t, which ends in ``ahead`` seconds."""
+        return self.savers[0].due(t, ahead)
 
     def save(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
         """Starts to save every run, with its records since `saving` was entered."""
@@ -399,7 +402,7 @@ def due(every: int | None, seconds: float | None, t: int, waited: float, busy: b
     Args:
       every: number of rounds between saves. None: the rounds do not matter.
       seconds: number of seconds between saves. None: the time does not matter.
-      waited: number of seconds since the last save started.
+      waited: number of seconds from the start of the last save to the end of round t.
       busy: whether that save is still running.
     """
     return every is not None and t % every == 0 or seconds is not None and waited >= seconds and not busy
