@@ -1,8 +1,9 @@
-"""Computes the evidence and the verdicts of the claims page again from the raw results, and compares the two.
+"""Computes the claims page and the numbers of docs/papers.md again from the raw results, and compares them.
 
     python experiments/recompute_claims.py
 
-This file shares no code with experiments/tables, so that a mistake there is seen here. It prints the rows that differ.
+This file shares no code with experiments/tables and experiments/pages.py, so that a mistake there is seen here. It
+prints what differs.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import numpy as np
 from scipy import stats
 
 HERE = Path(__file__).parent
-PAGE = HERE / "results" / "README.md"
+PAGE, PAPERS = HERE / "results" / "README.md", HERE.parent / "docs" / "papers.md"
 TABLES = {f"{file.parent.name}/{file.stem}": tomllib.loads(file.read_text()) for file in HERE.glob("*/*.toml")}
+KEYS = ("paper", "data", "table", "claim")  # claims with the same of these are one row of docs/papers.md
 Run = dict[str, dict[int, float]]  # entry of the records -> round -> value
 
 
@@ -56,6 +58,8 @@ def number(run: Run, spec: dict[str, Any], rounds: int) -> float:
         return math.nan
     if take == "best":
         return scale * sign * float(np.nanmax([sign * value for value in y.values()]))
+    if take == "median":
+        return scale * float(np.nanmedian([value for t, value in y.items() if t > max(y) / 10]))
     if take == "last":
         return scale * float(np.mean(list(y.values())[-spec.get("window", 1) :]))
     if take == "at":
@@ -69,111 +73,170 @@ def number(run: Run, spec: dict[str, Any], rounds: int) -> float:
     return float(min((t for t, value in means.items() if sign * value >= sign * target), default=math.inf))
 
 
-def compare(table: str, setting: str, score: str, a: str, b: str) -> tuple[str, str, float] | None:
-    """What the page shows about two methods, the answer before Holm's correction, and the p-value."""
-    where, (spec, one, other) = source(table, setting), (TABLES[table]["scores"][score], *(
-        read(*source(table, setting)[:2], method) for method in (a, b)))  # fmt: skip
-    if not one or not other:
+def published(table: str, setting: str, score: str) -> dict[str, Any]:
+    """The numbers of the paper for a setting, or for the setting that it is like."""
+    spec = TABLES[table]["settings"][setting]
+    if "like" in spec:
+        other, _, title = spec["like"].rpartition(": ")
+        return published(other or table, title, score)
+    numbers = spec.get("printed", {})
+    if numbers and not isinstance(next(iter(numbers.values())), dict):
+        numbers = {next(iter(TABLES[table]["scores"])): numbers}
+    return numbers.get(score, {})
+
+
+def plain(number: Any) -> float:
+    """A printed number: 98.5, "69.1±0.6" or ">600"."""
+    return math.inf if str(number).startswith(">") else float(str(number).partition("±")[0])
+
+
+def seeds_of(table: str, setting: str, method: str) -> tuple[int, bool]:
+    """The number of seeds that the table fixed, and whether there is one look only."""
+    where = source(table, setting)
+    own = TABLES[where[0]]["methods"].get(method, {})
+    own = own if isinstance(own, dict) else {}
+    here = where[2].get("methods", {}).get(method, {})
+    spec = where[2] | own | (here if isinstance(here, dict) else {})
+    return spec.get("seeds", 1), spec.get("one_look", False)
+
+
+Answer = tuple[str, str, float]  # what the page shows, the word, the p-value
+
+
+def compare(table: str, score: str, plus: list[tuple[str, str]], minus: list[tuple[str, str]]) -> Answer | None:
+    """The difference of the scores of some settings and methods, before Holm's correction."""
+    spec, both = TABLES[table]["scores"][score], [*plus, *minus]
+    runs = [read(*source(table, setting)[:2], method) for setting, method in both]
+    if not all(runs):
         return None
-    seeds = sorted(set(one) & set(other))
+    seeds = sorted(set.intersection(*(set(each) for each in runs)))
     if not seeds:
         return "no seed in common", "open", math.nan
-    last = {(m, s): max(t for y in runs[s].values() for t in y) for m, runs in enumerate((one, other)) for s in seeds}
+    last = {(m, s): max(t for y in each[s].values() for t in y) for m, each in enumerate(runs) for s in seeds}
     least, rounds_to = min(last.values()), spec.get("take") == "rounds_to"
-    cut = spec.get("take", "best") in ("best", "last") and least < max(last.values())
-    x = {s: [number(runs[s], spec, least if cut else last[m, s]) for m, runs in enumerate((one, other))] for s in seeds}
+    most = max(min(value, spec.get("round") or value) for value in last.values())
+    cut = spec.get("take", "best") in ("best", "last") and least < most
+    x = {s: [number(each[s], spec, least if cut else last[m, s]) for m, each in enumerate(runs)] for s in seeds}
     seeds = [s for s in seeds if not np.isnan(x[s]).any()]
-    n = min(len(seeds) - len(seeds) % 3, 12)
+    fixed = [seeds_of(table, setting, method) for setting, method in both]
+    first, one = max(3, *(n for n, _ in fixed)), any(once for _, once in fixed)
+    looks = [first] if one else [first, *(n for n in (6, 9, 12) if n > first)]
+    n = max((look for look in looks if look <= len(seeds)), default=0)
     seeds = seeds[: n or None]
     if not seeds:
         return "not scored", "open", math.nan
     late = np.isinf([x[s] for s in seeds])
     if late.all():
         return "neither reached the target", "open", math.nan
-    values = np.array([[last[m, s] + 1 if math.isinf(x[s][m]) else x[s][m] for m in (0, 1)] for s in seeds])
+    end = {key: min(value, spec.get("round") or value) + 1 for key, value in last.items()}
+    values = np.array([[end[m, s] if math.isinf(x[s][m]) else x[s][m] for m in range(len(both))] for s in seeds])
     lower = rounds_to or spec["of"].endswith("loss")
-    gaps = (values[:, 0] - values[:, 1]) * (-1 if lower else 1) + 0.0
+    signs = np.array([1] * len(plus) + [-1] * len(minus)) * (-1 if lower else 1)
+    gaps, k = (values * signs).sum(1) + 0.0, len(plus)
     digits = 1 if rounds_to else 2 if spec.get("scale", 1) > 1 else 4 if spec["of"] == "accuracy" else 3
-    unit = "partition" if where[2].get("data_seed") == "seed" else "seed"
+    own = any(source(table, setting)[2].get("data_seed") == "seed" for setting, _ in both)
+    unit, plural = "partition" if own else "seed", "s" * ((n or len(gaps)) > 1)
     rest = f", of the first {least} rounds" * cut + " (a bound: not all reached the target)" * bool(late.any())
     if not n:
-        return f"{gaps.mean():+.{digits}f}, {len(gaps)} {unit}{'s' * (len(gaps) > 1)}{rest}", "open", math.nan
-    half = stats.t.ppf(1 - 0.05 / 8, n - 1) * gaps.std(ddof=1) / math.sqrt(n) if np.ptp(gaps) else 0.0
+        return f"{gaps.mean():+.{digits}f}, {len(gaps)} {unit}{plural}{rest}", "open", math.nan
+    shares = 1 if one else 4
+    half = stats.t.ppf(1 - 0.025 / shares, n - 1) * gaps.std(ddof=1) / math.sqrt(n) if np.ptp(gaps) else 0.0
     low, high = gaps.mean() - half, gaps.mean() + half
-    margin = values[:, 1].mean() / 5 if lower else 0.5 if spec.get("scale", 1) > 1 else 0.005
-    word = (
-        "holds"
-        if low > 0 and not late[:, 0].any()
-        else "does not hold"
-        if high < 0 and not late[:, 1].any()
-        else "open"
-    )
-    word = "equal" if low <= 0 <= high and max(-low, high) <= margin and not late.any() else word
+    word = "holds" if low > 0 and not late[:, :k].any() else "open"
+    word = "does not hold" if high < 0 and not late[:, k:].any() else word
+    if len(both) == 2 and low <= 0 <= high and not late.any():
+        rate = not lower and spec.get("take") != "median" and not spec.get("relative", False)
+        size = abs((100 if spec.get("scale", 1) > 1 else 1) * rate - values[:, 1].mean()) / 10
+        numbers = published(table, both[0][0], score) if both[0][0] == both[1][0] else {}
+        if all(method in numbers for _, method in both):
+            gap = abs(plain(numbers[both[0][1]]) - plain(numbers[both[1][1]]))
+            size = min(size, gap / 2) if 0 < gap < math.inf else size
+        word = "equal" if max(-low, high) <= size else word
     if not np.ptp(gaps):
         same = word if word == "equal" else "open"
         return f"{gaps.mean():+.{digits}f} for each of {n} {unit}s{rest}", same, math.nan
     text = f"{gaps.mean():+.{digits}f} [{low:+.{digits}f}, {high:+.{digits}f}], {n} {unit}s{rest}"
-    return text, word, min(1, 4 * stats.ttest_1samp(gaps, 0).pvalue)
+    return text, word, min(1, shares * stats.ttest_1samp(gaps, 0).pvalue)
 
 
-def comparisons(table: str) -> dict[tuple[str, str, str, str], tuple[str, str]]:
-    """All comparisons of a table after Holm's correction: what the page shows, and the answer."""
-    found = {}
-    for setting, score in itertools.product(TABLES[table]["settings"], TABLES[table]["scores"]):
-        options, printed = source(table, setting)[2], TABLES[table]["settings"][setting].get("printed", {})
-        shown = (
-            printed if any(isinstance(value, dict) for value in printed.values()) else [*TABLES[table]["scores"]][:1]
-        )
-        ends = options.get("until", score) == score or TABLES[table]["scores"][score]["take"] != "rounds_to"
-        if score in shown if printed else ends:
-            for a, b in {pair for chain in TABLES[table]["claims"] for pair in itertools.pairwise(chain)}:
-                if (result := compare(table, setting, score, a, b)) is not None:
-                    found[setting, score, a, b] = result
-    p, significant, ordered = [result[2] for result in found.values() if not math.isnan(result[2])], set(), True
-    for rank, value in enumerate(sorted(p)):
-        ordered = ordered and value * (len(p) - rank) <= 0.05
-        significant |= {value} if ordered else set()
-    return {
-        key: (text, word if word == "equal" or value in significant else "open")
-        for key, (text, word, value) in found.items()
-    }
-
-
-def reached(entry: dict[str, Any], setting: str) -> tuple[str, str] | None:
-    """Whether all runs of a method reach a target: what the page shows, and the answer."""
+def reached(entry: dict[str, Any], setting: str) -> Answer | None:
+    """Whether all runs of a method reach a target."""
     runs = read(*source(entry["table"], setting)[:2], entry["better"])
-    y = [number(run, TABLES[entry["table"]]["scores"][entry["score"]], sys.maxsize) for run in runs.values()]
+    spec = TABLES[entry["table"]]["scores"][entry["score"]]
+    y = [value for run in runs.values() if not math.isnan(value := number(run, spec, sys.maxsize))]
     met = [value >= entry["target"] for value in y]
     word = "open" if len(y) < 3 or any(met) != all(met) else "holds" if all(met) else "does not hold"
-    return (f"{min(y):.2f} to {max(y):.2f}, {len(y)} seeds", word) if y else None
+    return (f"{min(y):.2f} to {max(y):.2f}, {len(y)} seeds", word, math.nan) if y else None
+
+
+def answer(entry: dict[str, Any], worse: str, setting: str) -> Answer | None:
+    """The answer to a claim in one of its settings, before Holm's correction."""
+    if "target" in entry:
+        return reached(entry, setting)
+    a, _, b = setting.partition(" over ")
+    plus, minus = [(a, entry["better"])], [(a, worse)] * bool(worse)
+    if b:
+        plus, minus = plus + [(b, worse)] * bool(worse), [*minus, (b, entry["better"])]
+    found = compare(entry["table"], entry["score"], plus, minus)
+    if found is None or "without" not in entry:
+        return found
+    harm = compare(entry["table"], entry["score"], [(a, entry["without"])], minus)
+    text = f"{found[0]} (harm: {harm[0] if harm else 'not run'})"
+    if found[1] != "holds":
+        return text, *found[1:]
+    return (text, "holds", max(found[2], harm[2])) if harm and harm[1] == "holds" else (text, "open", 1.0)
+
+
+def answers() -> list[tuple[dict[str, Any], str, dict[str, Answer | None]]]:
+    """All claims with their answers after Holm's correction: a difference that is not significant is open."""
+    claims = [
+        (entry, worse, {setting: answer(entry, worse, setting) for setting in entry["settings"]})
+        for entry in tomllib.loads((HERE / "claims.toml").read_text())["claims"]
+        for worse in ([entry["worse"]] if isinstance(entry.get("worse", ""), str) and "worse" in entry else
+                      entry.get("worse", [""]))
+    ]  # fmt: skip
+    families: dict[str, list[float]] = {}
+
+    def family(entry: dict[str, Any]) -> str:
+        return entry.get("family", f"{entry['paper']}, {entry['data']}")
+
+    for entry, _, found in claims:
+        if "target" not in entry:
+            p = [1.0 if each is None or math.isnan(each[2]) else each[2] for each in found.values()]
+            families.setdefault(family(entry), []).extend(p)
+    limits = {}
+    for name, p in families.items():
+        passed = [value for rank, value in enumerate(sorted(p)) if value * (len(p) - rank) > 0.05]
+        limits[name] = min(passed, default=math.inf)  # those below are significant
+    for entry, _, found in claims:
+        if "target" not in entry:
+            for setting, each in found.items():
+                if each and each[1] in ("holds", "does not hold") and not each[2] < limits[family(entry)]:
+                    found[setting] = each[0], "open", each[2]
+    return claims
+
+
+def verdict(found: dict[str, Answer | None]) -> str:
+    words = [each[1] if each else "open" for each in found.values()]
+    names = {"holds": "holds", "does not hold": "fails", "equal": "equal"}
+    n = len(words)
+    said = [f"{name} in {words.count(word)} of {n}" if n > 1 else name for word, name in names.items() if word in words]
+    return ", ".join(said) or "open"
 
 
 def rows() -> list[str]:
     """The rows of the table of claims, without the link to the page."""
-    lines, of_tables = [], {}
-    for entry in tomllib.loads((HERE / "claims.toml").read_text())["claims"]:
-        table, settings = entry["table"], entry["settings"]
-        if table not in of_tables:
-            of_tables[table] = comparisons(table)
-        results, worse_ones = dict(of_tables[table]), entry.get("worse", "")
-        if not worse_ones:
-            key = (entry["score"], entry["better"], "")
-            results |= {(name, *key): answer for name in settings if (answer := reached(entry, name))}
-        for worse in [worse_ones] if isinstance(worse_ones, str) else worse_ones:
-            keys = [(setting, entry["score"], entry["better"], worse) for setting in settings]
-            shown = [f"{key[0]}: {results[key][0] if key in results else 'not run'}" for key in keys]
-            words = [results[key][1] for key in keys if key in results]
-            holds, fails, half = words.count("holds"), words.count("does not hold"), len(settings) / 2
-            verdict = "no difference" if words.count("equal") == len(settings) else "open"
-            verdict = "contradicted" if fails >= half and not holds else verdict
-            verdict = "supported" if holds >= half and not fails else verdict
-            lines.append(f"{entry['claim'].replace('{worse}', worse)} | {'; '.join(shown)} | {verdict} |")
+    lines = []
+    for entry, worse, found in answers():
+        shown = [f"{setting}: {each[0] if each else 'not run'}" for setting, each in found.items()]
+        claim = entry["claim"].replace("{worse}", worse)
+        lines.append(f"{claim} | {entry['data']} | {'; '.join(shown)} | {verdict(found)} |")
     return lines
 
 
 def differences(page: str) -> list[str]:
     """The rows of the page that are not those that this file computes, and the other way round."""
-    table = re.search(r"\| paper \| claim \| evidence \| verdict \|\n\|---.*\n((?:\|.*\n)+)", page)
+    table = re.search(r"\| paper \| claim \| data \| evidence \| verdict \|\n\|---.*\n((?:\|.*\n)+)", page)
     shown = [line.split(" | ", 1)[1] for line in table[1].splitlines()] if table else []
     computed = rows()
     return [f"page:     {row}" for row in shown if row not in computed] + [
@@ -181,7 +244,154 @@ def differences(page: str) -> list[str]:
     ]
 
 
+# --- docs/papers.md ---------------------------------------------------------------------------------------------------
+
+
+def scores_of(table: str, setting: str, score: str, method: str) -> list[float]:
+    spec = TABLES[table]["scores"][score]
+    runs = read(*source(table, setting)[:2], method)
+    return [number(run, spec, sys.maxsize) for _, run in sorted(runs.items())]
+
+
+def digits_of(spec: dict[str, Any]) -> int:
+    if spec.get("take") == "rounds_to":
+        return 0
+    return 2 if spec.get("scale", 1) > 1 else 4 if spec["of"] == "accuracy" else 3
+
+
+def of_page() -> dict[str, Any]:
+    """The functions that the page uses, written a second time."""
+    found = answers()
+
+    def decided(table: str, setting: str, score: str, better: str, worse: str) -> str:
+        for entry, other, of_claim in found:
+            asked = entry["table"], entry["score"], entry["better"], other
+            if asked == (table, score, better, worse) and setting in of_claim:
+                return of_claim[setting][1] if of_claim[setting] else "open"
+        return "open"
+
+    def word(*question: str) -> str:
+        return {"does not hold": "fails"}.get(answer := decided(*question), answer)
+
+    def gap(table: str, setting: str, score: str, better: str, worse: str) -> str:
+        result = compare(table, score, [(setting, better)], [(setting, worse)])
+        if result is None or result[0] in ("no seed in common", "not scored", "neither reached the target"):
+            return "-"
+        value, *interval = re.findall(r"[+-][0-9.]+", result[0])
+        value = value.lstrip("+")
+        if same := re.search(r"for each of ([0-9]+)", result[0]):
+            interval, seeds = [value, value], same[1]
+        elif not interval:
+            return f"{value} (too few seeds)"
+        else:
+            (seeds,) = re.findall(r"\], ([0-9]+)", result[0])
+        bound = ", a bound" * ("a bound" in result[0])
+        significant = decided(table, setting, score, better, worse) in ("holds", "does not hold")
+        low, high = (each.lstrip("+") for each in interval)
+        return f"{'**' * significant}{value}{'**' * significant} ({low} to {high}; {seeds}{bound})"
+
+    def mean(table: str, setting: str, score: str, method: str, spread: bool = False) -> str:
+        values, spec = scores_of(table, setting, score, method), TABLES[table]["scores"][score]
+        if not values:
+            return "-"
+        if math.inf in values:
+            runs = read(*source(table, setting)[:2], method).values()
+            return f">{min(max(t for y in run.values() for t in y) for run in runs)}"
+        d = digits_of(spec)
+        return f"{np.mean(values):.{d}f}" + (f" ± {np.std(values, ddof=1):.{d}f}" if spread and len(values) > 1 else "")
+
+    def own(table: str, setting: str, score: str) -> dict[str, Any]:
+        spec = TABLES[table]["settings"][setting]
+        return published(table, setting, score) if "printed" in spec else {}
+
+    def table_of(head: list[str], rows: list[list[str]], right: bool) -> str:
+        lines = [
+            f"| {' | '.join(head)} |".replace("|  |", "| |"),
+            "|---|" + ("---:|" if right else "---|") * len(head[1:]),
+        ]
+        return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+    def means(table: str, score: str, settings: list[str], methods: list[str], spread: bool = False) -> str:
+        rows = []
+        for setting in settings:
+            numbers = own(table, setting, score)
+            texts = {m: f" ({number})" for m, number in numbers.items()}
+            rows.append([setting, *(mean(table, setting, score, m, spread) + texts.get(m, "") for m in methods)])
+        return table_of(["", *methods], rows, True)
+
+    def gaps(table: str, score: str, settings: list[str], better: str, worse: list[str]) -> str:
+        rows = [[setting, *(gap(table, setting, score, better, other) for other in worse)] for setting in settings]
+        return table_of([f"{better} better than", *worse], rows, False)
+
+    def verdicts(wanted: str | None) -> str:
+        """The rows of the claims of a paper, or of all headlines."""
+        rows = []
+        for _, group in itertools.groupby(found, lambda each: [each[0][key] for key in KEYS]):
+            claims = list(group)
+            entry, same = claims[0][0], [(worse, of_claim) for _, worse, of_claim in claims]
+            paper, _, where = entry["paper"].partition(", ")
+            if not (entry.get("headline") if wanted is None else paper == wanted):
+                continue
+            several = len(same) > 1
+            text = entry["claim"].replace("{worse}", "others" if several else same[0][0])
+            verdicts = [f"{worse}: {verdict(each)}" if several else verdict(each) for worse, each in same]
+            stand_in = entry["data"].startswith("stand-in")
+            known = any(any(each.values()) for _, each in same)
+            rows.append([paper] * (wanted is None) + [
+                text, entry["data"] if stand_in else f"the paper's: {entry['data']}",
+                "; ".join(verdicts) + " (stand-in)" * stand_in,
+                f"[{where}](../experiments/results/{entry['table']}.md)" if known else where,
+            ])  # fmt: skip
+        return table_of(["paper"] * (wanted is None) + ["claim", "whose data", "verdict", "evidence"], rows, False)
+
+    def counted() -> str:
+        counts: dict[tuple[str, str], list[str]] = {}
+        for entry, _, of_claim in found:
+            kinds = [kind for kind in ("stand-in", "identical clients") if kind in entry["data"]]
+            key = entry["paper"].partition(",")[0], kinds[0] if kinds else "the paper's"
+            counts.setdefault(key, []).extend(each[1] if each else "open" for each in of_claim.values())
+        names = ("holds", "does not hold", "equal", "open")
+        lines = [[*key, str(len(words)), *(str(words.count(name)) for name in names)] for key, words in counts.items()]
+        head = "| paper | data | claims in a setting | hold | fail | equal | open |\n|---|---|---:|---:|---:|---:|---:|"
+        return "\n".join([head, *(f"| {' | '.join(line)} |" for line in lines)])
+
+    def cells() -> str:
+        counts: dict[str, dict[tuple[str, ...], int]] = {}
+        for name in sorted(TABLES):
+            for setting, spec in TABLES[name]["settings"].items():
+                numbers = spec.get("printed", {})
+                nested = any(isinstance(value, dict) for value in numbers.values())
+                for method in {m for each in numbers.values() for m in each} if nested else numbers:
+                    where = source(name, setting)[:2]
+                    of_paper = counts.setdefault(TABLES[name]["paper"].partition(" (")[0], {})
+                    seeds = len(read(*where, method)) * (spec.get("scale", "full") == "full")
+                    of_paper[*where, method] = max(seeds, of_paper.get((*where, method), 0))
+        rows = [[paper, *(sum(n >= least for n in of.values()) for least in (0, 1, 3))] for paper, of in counts.items()]
+        rows.append(["all", *(sum(row[k] for row in rows) for k in (1, 2, 3))])
+        head = ["paper", "cells with a printed number", "run at full scale", "with 3 seeds or more"]
+        return table_of(head, [list(map(str, row)) for row in rows], True)
+
+    def data(file: str) -> Any:
+        return json.loads((HERE / "results" / file).read_text())
+
+    return {
+        "gap": gap, "word": word, "mean": mean, "means": means, "gaps": gaps, "counted": counted, "cells": cells,
+        "data": data, "claims_of": verdicts, "headlines": lambda: verdicts(None),
+    }  # fmt: skip
+
+
+def wrong_numbers(page: str) -> list[str]:
+    """The numbers and tables of a page that are not those that this file computes."""
+    functions, wrong = of_page(), []
+    for expression, shown in re.findall(r"<!--= (.*?)\s-->(.*?)<!--/-->", page, re.DOTALL):
+        computed = str(eval(" ".join(expression.split()), functions | {"tuple": tuple, "sum": sum}))
+        if shown.strip() != computed:
+            lines = zip(shown.strip().splitlines(), computed.splitlines(), strict=False)
+            wrong += [f"page:     {a}\ncomputed: {b}" for a, b in lines if a != b] or [f"page:     {shown.strip()}"]
+    return wrong
+
+
 if __name__ == "__main__":
-    found = differences(PAGE.read_text())
-    print("\n".join(found) or f"all {len(rows())} claims are equal")
+    found = differences(PAGE.read_text()) + wrong_numbers(PAPERS.read_text())
+    print("\n".join(found) or f"all {len(rows())} claims and all numbers of {PAPERS.name} are equal")
     sys.exit(bool(found))

@@ -226,15 +226,6 @@ def test_the_committed_pages_match_the_committed_results(tmp_path):
         assert path.read_text() == (results / path.name).read_text()
 
 
-def test_other_code_computes_the_same_claims():
-    """experiments/recompute_claims.py shares no code with experiments/tables."""
-    other = runpy.run_path(str(papers.EXPERIMENTS / "recompute_claims.py"))
-    page = other["PAGE"].read_text()
-    assert len(other["rows"]()) > 50 and other["differences"](page) == []
-    verdict, number = page.replace(" | supported |\n", " | open |\n", 1), page.replace(": +", ": -", 1)
-    assert len(other["differences"](verdict)) == len(other["differences"](number)) == 2  # one row of each
-
-
 @pytest.mark.parametrize("file", sorted((papers.EXPERIMENTS / "tables").glob("*.py")), ids=lambda file: file.stem)
 def test_the_code_of_the_tables_uses_only_public_names(file):
     text = file.read_text()
@@ -266,10 +257,10 @@ LONG = TINY.replace("rounds = 8", "rounds = 60")
 def test_a_run_stopped_by_ctrl_c_resumes_with_the_same_results(tmp_path, monkeypatch, capsys):
     place, only = with_tables(tmp_path / "tables", table=LONG), "--methods=FedAvg"
     assert do(place, tmp_path / "whole", only) == 0
-    monkeypatch.setattr(runner, "SAVE_SECONDS", 1e-6)  # saves again as soon as the previous save is done
+    monkeypatch.setattr(runner, "_checkpoints", lambda folder: fd.Checkpoints(folder, every=1, keep=2, best=None))
     before, after = [], []
     with monkeypatch.context() as patch:
-        patch.setattr(fd.Simulation, "sweep", interrupted(fd.Simulation.sweep, before, at=1))
+        patch.setattr(fd.Simulation, "sweep", interrupted(fd.Simulation.sweep, before, at=3))
         assert do(place, tmp_path / "o", only) == 130
     assert "run the same command again to resume" in capsys.readouterr().out and not read(tmp_path / "o")
     saved = [fd.Checkpoints(next((tmp_path / "o").rglob(f"seed-{seed}"))) for seed in (0, 1)]
@@ -670,6 +661,7 @@ def runs(*values: float, seeds: range | None = None, rounds: int = 100) -> dict[
 
 ACCURACY = Score("accuracy", take="last", scale=100)
 ROUNDS = Score("rounds", take="rounds_to", target=0.5)
+LOOKS = comparison.Looks((3, 6, 9, 12), False)
 
 
 @pytest.mark.parametrize(
@@ -680,7 +672,7 @@ ROUNDS = Score("rounds", take="rounds_to", target=0.5)
         (runs(0.50, 0.51, 0.52), "46", ACCURACY, "+5.00 ▲"),
         (runs(0.50, 0.51, 0.52), "54±0.4", ACCURACY, "-3.00 ?"),  # half of the interval: 4.303 sqrt(1/3 + 0.4^2) = 3.02
         (runs(0.50, 0.51, 0.52), "54.1±0.4", ACCURACY, "-3.10 ▼"),
-        (runs(0.5001, 0.50, 0.50), "50.1", ACCURACY, "-0.10 ≈"),  # the whole interval is within half a point
+        (runs(0.5001, 0.50, 0.50), "50.1", ACCURACY, "-0.10 ≈"),  # the whole interval is within a tenth of 49.9
         (runs(0.50), "47±1", ACCURACY, "+3.00"),  # the variance over seeds is unknown
         (runs(0.50, 0.50), "49", ACCURACY, "+1.00"),  # the variance over seeds is 0
         (runs(math.nan), "50", ACCURACY, "-"),
@@ -702,9 +694,9 @@ def test_the_difference_from_the_paper_and_its_mark(ours, printed, score, shown)
 
 def compared_runs(a, b, score: Score) -> tuple[str, str, int]:
     """Returns the word, the text, and the number of seeds of the look."""
-    word, text, p, seeds = comparison.compare(a, b, score)
-    assert math.isnan(p) or 0 <= p <= 1
-    return word, text, seeds
+    answer = comparison.compare([a], [b], score, LOOKS)
+    assert math.isnan(answer.p) or 0 <= answer.p <= 1
+    return answer.word, answer.text, answer.seeds
 
 
 def test_a_claim_is_judged_by_a_t_interval():
@@ -758,15 +750,66 @@ def test_methods_are_equal_if_the_interval_is_within_the_margin():
 def test_only_complete_looks_count():
     """With 3 to 12 seeds, the last of the looks at 3, 6, 9 and 12 seeds is the answer, and an open one asks for the
     next."""
-    rng, verdict = np.random.default_rng(0), comparison.Verdict("s", "score", "A", "B", "-", "open", "", 0.1)
+    rng = np.random.default_rng(0)
     a, b = rng.uniform(0.4, 0.6, 14), rng.uniform(0.4, 0.6, 14)
     for n in range(3, 15):
-        _, _, p, seeds = comparison.compare(runs(*a[:n]), runs(*b[:n]), ACCURACY)
-        assert seeds == min(n - n % 3, 12)
-        assert p == pytest.approx(min(1, 4 * stats.ttest_rel(a[:seeds], b[:seeds]).pvalue))
-        open_one = verdict._replace(seeds=seeds)
-        assert open_one.wanted_seeds == min(seeds + 3, 12)
-        assert open_one._replace(survives=True).wanted_seeds == open_one._replace(word="equal").wanted_seeds == seeds
+        answer = comparison.compare([runs(*a[:n])], [runs(*b[:n])], ACCURACY, LOOKS)._replace(word="open")
+        assert answer.seeds == min(n - n % 3, 12)
+        assert answer.p == pytest.approx(min(1, 4 * stats.ttest_rel(a[: answer.seeds], b[: answer.seeds]).pvalue))
+        open_one = verdict_of(answer)
+        assert open_one.wanted_seeds == min(answer.seeds + 3, 12)
+        decided = open_one._replace(significant=True), verdict_of(answer._replace(word="equal"))
+        assert [each.wanted_seeds for each in decided] == [answer.seeds] * 2
+
+
+def verdict_of(answer: comparison.Comparison, looks: comparison.Looks = LOOKS) -> comparison.Verdict:
+    return comparison.Verdict("s", "score", "A", "B", "-", looks, answer, False)
+
+
+def test_seeds_that_the_table_fixed_are_all_used_in_the_first_look():
+    """Five fixed seeds are one look of four. With `one_look`, there is no other look, and a 95 % interval."""
+    cell = papers.Cell("t", "s", "m", {}, seeds=5)
+    several, one = (
+        comparison.looks_of([cell, cell._replace(seeds=1)]),
+        comparison.looks_of([cell._replace(one_look=True)]),
+    )
+    assert several.seeds == (5, 6, 9, 12) and one.seeds == (5,)
+    assert comparison.looks_of([cell._replace(seeds=1)]) == LOOKS
+    a, b = np.random.default_rng(0).uniform(0.4, 0.6, (2, 5))
+    for n, looks, seeds, level in ((4, several, 0, 0), (5, several, 5, 0.9875), (5, one, 5, 0.95), (4, one, 0, 0)):
+        answer = comparison.compare([runs(*a[:n])], [runs(*b[:n])], ACCURACY, looks)
+        assert (
+            answer.seeds == seeds
+            and verdict_of(answer, looks).wanted_seeds == {0: 5, 5: 5 if looks is one else 6}[seeds]
+        )
+        if seeds:
+            low, high = stats.ttest_rel(a, b).confidence_interval(level)
+            assert (answer.gap.low, answer.gap.high) == pytest.approx((100 * low, 100 * high))
+
+
+def test_differences_of_two_settings_are_compared():
+    """FedADC's gap is larger in one setting than in another one: the sums of the two sides are compared."""
+    a, b, c, d = np.random.default_rng(1).uniform(0.4, 0.6, (4, 3)) + [[0.3], [0], [0.1], [0]]
+    answer = comparison.compare([runs(*a), runs(*d)], [runs(*b), runs(*c)], ACCURACY, LOOKS)
+    assert answer.gap.value == pytest.approx(100 * ((a - b) - (c - d)).mean())
+    assert answer.p == pytest.approx(min(1, 4 * stats.ttest_1samp((a - b) - (c - d), 0).pvalue))
+    near = comparison.compare([runs(*a), runs(*b)], [runs(*b), runs(*(a + [0.001, -0.001, 0]))], ACCURACY, LOOKS)
+    assert near.word == "open"  # there is no margin for sums
+
+
+@pytest.mark.parametrize(
+    ("score", "value", "published", "margin"),
+    [
+        (ACCURACY, 97.0, math.nan, 0.3),  # a tenth of the error rate
+        (ACCURACY, 97.0, 0.4, 0.2),  # half of the published difference
+        (ACCURACY, 97.0, -3.0, 0.3),
+        (ROUNDS, 50.0, math.nan, 5.0),
+        (Score("LP", of="lp", take="when", relative=True), 0.2, math.nan, 0.02),
+        (Score("loss", of="loss", take="at"), 0.2, math.inf, 0.02),
+    ],
+)
+def test_the_margin_is_a_tenth_of_the_error_or_half_of_the_published_difference(score, value, published, margin):
+    assert comparison.margin(score, value, published) == pytest.approx(margin)
 
 
 def test_a_claim_with_a_target_needs_all_of_three_runs():
@@ -789,11 +832,15 @@ def test_a_claim_that_the_papers_numbers_contradict_is_counted_separately():
     printed = {"A": papers.printed_number(">300"), "B": papers.printed_number(133), "C": papers.printed_number(">300")}
     orders = [report._printed_order(printed, a, b, ROUNDS) for a, b in ("BA", "AB", "AC", "AD")]
     assert orders == ["yes", "no", "equal", "-"]
-    verdict = comparison.Verdict("s", "rounds", "A", "B", "no", "holds", "+1.0 [+0.5, +1.5], 3 seeds", 0.01)
-    verdicts = [verdict, verdict._replace(printed="yes", word="open"), verdict._replace(printed="-", p=math.nan)]
+    answer = comparison.Comparison("holds", "+1.0 [+0.5, +1.5], 3 seeds", 0.01, 3, fd.statistics.Mean(1.0, 0.5, 0.01))
+    verdict = verdict_of(answer)._replace(score="rounds", printed="no")
+    verdicts = [
+        verdict, verdict._replace(printed="yes", answer=answer._replace(word="open")),
+        verdict._replace(printed="-", answer=answer._replace(p=math.nan)),
+    ]  # fmt: skip
     assert report._two_counts(verdicts) == [[0, 0, 0, 1], [2, 0, 0, 0]]
     cell = papers.Cell("tiny/table", "s", "A", {"dataset": "mnist"})
-    table = papers.Table("t", "", "", "", {"s": papers.Setting("s", {"A": cell}, {}, "")}, [], {}, [], {}, "")
+    table = papers.Table("t", "", "", "", {"s": papers.Setting("s", {"A": cell}, {}, {}, "")}, [], {}, [], {}, "")
     lines = list(report._verdict_lines(table, verdicts))
     assert sum(line.startswith("| s |") for line in lines) == 2
     assert lines[-1] == "- s, rounds: A over B: +1.0 [+0.5, +1.5], 3 seeds"
@@ -869,6 +916,7 @@ def test_the_queue_runs_headline_settings_first_until_nothing_is_missing(queued,
 CLAIM = """
 [[claims]]
 paper = "Nobody"
+data = "nothing"
 claim = "FedProx is better than {worse}."
 table = "tiny/table"
 score = "last (%)"
@@ -951,46 +999,3 @@ def test_a_budget_is_a_duration(text: str, seconds: float) -> None:
 def test_an_invalid_budget_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="--budget must be a number of seconds, minutes or hours such as 150m"):
         queue.seconds_of(text)
-
-
-# --- claims -----------------------------------------------------------------------------------------------------------
-
-
-def verdict_of(setting: str, word: str, survives: bool = True) -> comparison.Verdict:
-    return comparison.Verdict(setting, "score", "A", "B", "yes", word, "+1.0 [+0.5, +1.5], 3 seeds", 0.01, 3, survives)
-
-
-@pytest.mark.parametrize(
-    "words, expected",
-    [
-        (["holds", "open"], "supported"),
-        (["holds", "does not hold"], "open"),
-        (["does not hold", "open"], "contradicted"),
-        (["equal", "holds"], "supported"),
-        (["equal", "equal"], "no difference"),
-        (["equal"], "open"),
-        (["open", "open"], "open"),
-        ([], "open"),
-    ],
-)
-def test_a_claim_is_supported_or_contradicted_by_most_of_its_settings(words: list[str], expected: str) -> None:
-    claim = claims.Claim("Nobody", "A beats B.", "tiny/table", "score", "A", "B", ("s", "t"), "Why not.")
-    verdicts = [verdict_of(setting, word) for setting, word in zip("st", words, strict=False)]
-    verdicts += [verdict_of("u", "holds"), verdict_of("s", "holds")._replace(a="C")]  # these belong to other claims
-    assert claims.verdict(claim, claims.evidence(claim, verdicts)) == expected
-    page = "\n".join(claims.section([claim], {"tiny/table": verdicts}))
-    assert f"| {expected} |" in page and ("Why not." in page) == (expected == "contradicted")
-    weak = [verdict._replace(survives=False) for verdict in verdicts]
-    without_holm = claims.verdict(claim, claims.evidence(claim, weak))
-    assert without_holm == ("no difference" if expected == "no difference" else "open")
-
-
-def test_claims_may_only_use_names_of_the_tables(tmp_path):
-    """The committed claims can be read. A wrong name raises an error."""
-    tables = papers.read_tables(papers.EXPERIMENTS, papers.table_names(papers.EXPERIMENTS))
-    known = claims.read(papers.EXPERIMENTS, tables)
-    assert {claim.paper.partition(",")[0] for claim in known} == {"FedDC", "LfD", "FedEve", "FedADC", "FedGVRGM"}
-    text = (papers.EXPERIMENTS / claims.FILE).read_text()
-    (tmp_path / claims.FILE).write_text(text.replace('better = "LfD"', 'better = "LfDD"'))
-    with pytest.raises(ValueError, match=r"claims.toml: method must be one of .*, got 'LfDD': did you mean 'LfD'"):
-        claims.read(tmp_path, tables)

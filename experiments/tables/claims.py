@@ -1,10 +1,12 @@
-"""The papers' headline claims, each with the evidence of our runs and a verdict.
+"""The papers' claims, each with the evidence of our runs and a verdict.
 
 experiments/claims.toml lists them:
 
     [[claims]]
-    paper = "FedDC"
+    paper = "FedDC, table 1"
     claim = "FedDC reaches 98 % on MNIST in fewer rounds than {worse}."
+    headline = true  # for the first table of docs/papers.md
+    data = "MNIST"   # or "stand-in: ... for ..."
     table = "feddc/table1"
     score = "rounds to 98 %"
     better = "FedDC"
@@ -12,62 +14,88 @@ experiments/claims.toml lists them:
     settings = ["MNIST D1 partial", "MNIST D2 partial"]
     note = "What explains a contradiction."
 
-A claim with `target = 80` instead of `worse` is that the score of ``better`` is at least 80.
+Other forms of a claim:
 
-The verdict of a claim is that of most of its settings, after Holm's correction for all comparisons of the table:
+- ``target = 80`` instead of ``worse``: the score of ``better`` is at least 80.
+- A setting "A over B": the claim is that the difference of the two methods is larger in A than in B, or, without
+  ``worse``, that the score of ``better`` is.
+- ``without = "neither"``: ``worse`` is a kind of drift that harms, and this is the run without it. The claim only holds
+  if the harm is significant, too.
 
-- supported: the claim holds in at least half of its settings, and does not hold in none
-- contradicted: it does not hold in at least half of its settings, and holds in none
-- no difference: the methods are equal within a margin in all its settings
-- open: otherwise, for example if there are too few seeds
+The claims of a table or figure of a paper on the same data are a family (``family`` names another one). Its p-values
+are corrected together (Holm), those of comparisons that have not been run as p = 1.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.tables.comparison import CONFIDENCE, LOOKS, Verdict, reaches
-from experiments.tables.papers import Table, check_name
-from experiments.tables.results import Result
+import fedjax_drift as fd
+from experiments.tables.comparison import Comparison, Runs, Verdict, compare, looks_of, reaches
+from experiments.tables.papers import Cell, Table, check_name
 
 FILE = "claims.toml"
-VERDICTS = ("supported", "contradicted", "no difference", "open")
-THE_RULE = f"""\
-The number of seeds follows a rule. It was written on 26 November 2026, and all later runs follow it. Methods are \
-compared by the differences between runs with the same seed, after {LOOKS[0]} seeds. If the question is then open, 3 \
-more seeds are run, at most {LOOKS[-1]} in all. A question is no longer open if the difference is significant, or if \
-the interval includes 0 and is within a margin: half a percentage point, or a fifth of the rounds or the loss. Then \
-the methods count as equal. (A published difference may be smaller.) The rule allows {len(LOOKS)} looks at a \
-question, so each look has a quarter of the 5 %. The intervals are {100 * CONFIDENCE:g} % t intervals, and the \
-p-values are multiplied by {len(LOOKS)} before Holm's correction. If there are seeds between two looks, the last \
-look counts. The rule is the same for all comparisons of a table. A few comparisons had more than {LOOKS[0]} seeds \
-before the rule was written, some of them because of a look at the first ones: FedEve and FedAvg at alpha 0.1 (12), \
-FedEve and SCAFFOLD at alpha 0.01 (6), FedADC and SlowMo with s = 2 (6), FedGVRGM and FedAvg (5), and FedDC, FedDyn \
-and SCAFFOLD with full participation on MNIST (5). There were 5 seeds of FedDC's synthetic data from the start, as \
-the table says."""
+VERDICTS = {"holds": "holds", "does not hold": "fails", "equal": "equal", "open": "open"}  # words of a comparison
+Results = Mapping[str, Mapping[str, Runs]]  # of a table: setting -> method -> seed -> result
+THE_RULE = """\
+Methods are compared by the differences between runs with the same seed. The first look is after the seeds that the \
+table fixed beforehand, at least 3. If the question is then open, more seeds are run, with looks at 6, 9 and 12 seeds. \
+Each of these four looks has a quarter of the 5 %: the intervals are 98.75 % intervals, and p-values are multiplied by \
+4. New questions have 6 seeds, one look, and a 95 % interval. P-values are then corrected (Holm) for a family: all \
+claims of one table or figure on the same data, in all their settings. Comparisons that have not been run count, as \
+p = 1. A question is no longer open if the difference is significant, or if the interval includes 0 and is within a \
+margin. Then the methods count as equal. The margin is half of the published difference, or a tenth of the error rate \
+(of the rounds or the loss), whichever is smaller. The rule was written on 26 November 2026, the families and the \
+margin on 29 November, when most of the results were known. A few comparisons had more than 3 seeds before the rule, \
+some because of a look at the first ones: FedEve and FedAvg at alpha 0.1 (12), FedEve and SCAFFOLD at alpha 0.01 (6), \
+FedADC and SlowMo with s = 2 (6), FedGVRGM and FedAvg (5), and FedDC, FedDyn and SCAFFOLD with full participation on \
+MNIST (5)."""
 
 
 class Claim(NamedTuple):
-    """One headline claim: in these settings, one method is better than another, or its score is at least a target."""
+    """A claim of a paper: in these settings, one method is better than another, or its score is at least a target."""
 
     paper: str
     claim: str
+    data: str  # the paper's, or "stand-in: ours for the paper's"
     table: str
     score: str
     better: str
-    worse: str  # "" if the claim has a target
-    settings: tuple[str, ...]
+    settings: tuple[str, ...]  # "A" or "A over B"
+    worse: str = ""  # "" if the claim has a target, or compares settings
     note: str = ""  # what explains a contradiction
     target: float = math.nan
+    without: str = ""  # the run without the drift that harms
+    family: str = ""  # default: the paper and the data
+    headline: bool = False
 
     @property
     def short(self) -> str:
         """The claim in a few words, without its settings."""
-        return f"{self.paper}: {self.better} " + (f"over {self.worse}" if self.worse else f"at {self.target:g}")
+        return f"{self.paper}: {self.better} " + (
+            f"over {self.worse}" if self.worse else "" if math.isnan(self.target) else f"at {self.target:g}"
+        )
+
+    @property
+    def kind(self) -> str:
+        """Whose data it is about."""
+        return next((kind for kind in ("stand-in", "identical clients") if kind in self.data), "the paper's")
+
+    @property
+    def group(self) -> str:
+        """The name of the family whose p-values are corrected together."""
+        return self.family or f"{self.paper}, {self.data}"
+
+
+Tested = dict[str, Verdict]  # the answer in each setting of a claim that has been run
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read(folder: Path, tables: Sequence[Table]) -> list[Claim]:
@@ -96,91 +124,157 @@ def _check(file: Path, claim: Claim, by_name: Mapping[str, Table]) -> None:
     check_name(f"{file}: table", claim.table, by_name)
     table = by_name[claim.table]
     check_name(f"{file}: score", claim.score, table.scores)
-    for name in filter(None, (claim.better, claim.worse)):
+    for name in filter(None, (claim.better, claim.worse, claim.without)):
         check_name(f"{file}: method", name, table.methods)
-    for setting in claim.settings:
-        check_name(f"{file}: setting", setting, table.settings)
-    if bool(claim.worse) == math.isfinite(claim.target):
+    over = [" over " in entry for entry in claim.settings]
+    for name in (part for entry in claim.settings for part in entry.split(" over ")):
+        check_name(f"{file}: setting", name, table.settings)
+    if (bool(claim.worse) or all(over)) == math.isfinite(claim.target):
         raise ValueError(f"{file}: a claim must have either worse or target, got {claim.claim!r}")
-    pairs = [chain[i : i + 2] for chain in table.claims for i in range(len(chain))]
-    if claim.worse and [claim.better, claim.worse] not in pairs:
-        raise ValueError(f"{file}: {claim.better} over {claim.worse} must be among the claims of {table.name}")
 
 
-def evidence(claim: Claim, verdicts: Sequence[Verdict]) -> dict[str, Verdict]:
-    """The comparison in each setting of the claim that has one."""
-    return {
-        v.setting: v
-        for v in verdicts
-        if (v.score, v.a, v.b) == (claim.score, claim.better, claim.worse) and v.setting in claim.settings
-    }
+def sides(claim: Claim, setting: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """The settings and methods whose scores are added, and those whose scores are subtracted."""
+    first, _, second = setting.partition(" over ")
+    better, worse = [(first, claim.better)], [(first, claim.worse)] if claim.worse else []
+    if second:
+        worse.append((second, claim.better))
+        better += [(second, claim.worse)] if claim.worse else []
+    return better, worse
 
 
-def targets_met(
-    claims: Sequence[Claim], table: Table, ours: Mapping[str, Mapping[str, Mapping[int, Result]]]
-) -> list[Verdict]:
-    """The answers of the table to the claims with a target, for the settings that were run."""
-    verdicts = []
-    for claim in claims:
-        for name in claim.settings if claim.table == table.name and not claim.worse else ():
-            if claim.better in ours.get(name, {}):
-                answer = reaches(ours[name][claim.better], table.scores[claim.score], claim.target)
-                decided = answer.word != "open"
-                verdicts.append(Verdict(name, claim.score, claim.better, "", "-", *answer, survives=decided))
-    return verdicts
+def cells(claim: Claim, setting: str, table: Table) -> list[Cell]:
+    """The cells that the claim compares in a setting."""
+    names = [each for side in sides(claim, setting) for each in side]
+    names += [(setting, claim.without)] if claim.without else []
+    return [table.settings[name].cells[method] for name, method in names]
 
 
-def verdict(claim: Claim, tested: Mapping[str, Verdict]) -> str:
-    """Returns one of `VERDICTS`."""
-    words = [v.word for v in tested.values() if v.decided]
-    holds, fails, half = words.count("holds"), words.count("does not hold"), len(claim.settings) / 2
-    if holds >= half and not fails:
-        return "supported"
-    if fails >= half and not holds:
-        return "contradicted"
-    return "no difference" if words.count("equal") == len(claim.settings) else "open"
+# --- evidence ---------------------------------------------------------------------------------------------------------
 
 
-def section(claims: Sequence[Claim], verdicts: Mapping[str, Sequence[Verdict]]) -> Iterator[str]:
-    """Yields the lines of the page about the claims; verdicts: those of each table with results."""
+def evidence(claims: Sequence[Claim], tables: Sequence[Table], results: Mapping[str, Results]) -> list[Tested]:
+    """The answers to each claim, after Holm's correction within its family. results: those of each table."""
+    by_name = {table.name: table for table in tables}
+    found = [
+        {
+            setting: answer
+            for setting in claim.settings
+            if (answer := _answer(claim, setting, by_name[claim.table], results.get(claim.table, {}))) is not None
+        }
+        for claim in claims
+    ]
+    families: dict[str, list[tuple[int, str]]] = {}
+    for i, claim in enumerate(claims):
+        if math.isnan(claim.target):
+            families.setdefault(claim.group, []).extend((i, setting) for setting in claim.settings)
+    for members in families.values():
+        p = [found[i][s].answer.p if s in found[i] else 1.0 for i, s in members]
+        corrected = fd.statistics.holm([1.0 if math.isnan(each) else each for each in p])
+        for (i, setting), value in zip(members, corrected, strict=True):
+            if setting in found[i]:
+                found[i][setting] = found[i][setting]._replace(significant=value <= fd.statistics.SIGNIFICANT)
+    return found
+
+
+def _answer(claim: Claim, setting: str, table: Table, ours: Results) -> Verdict | None:
+    """The answer to a claim in one setting before Holm's correction; None if it has not been run."""
+    better, worse = ([ours.get(name, {}).get(method, {}) for name, method in side] for side in sides(claim, setting))
+    if not all([*better, *worse]):
+        return None
+    score, compared = table.scores[claim.score], cells(claim, setting, table)
+    looks = looks_of(compared)
+    if math.isfinite(claim.target):
+        answer = reaches(better[0], score, claim.target)
+    else:
+        answer = compare(better, worse, score, looks, _published(claim, table, setting))
+    if claim.without:
+        without = ours[setting].get(claim.without, {})
+        answer = _with_harm(answer, compare([without], worse, score, looks) if without else None)
+    if any(cell.own_partitions for cell in compared):
+        answer = answer._replace(text=re.sub(r"\bseed(s?)\b", r"partition\1", answer.text))
+    reached = math.isfinite(claim.target) and answer.word != "open"
+    return Verdict(setting, claim.score, claim.better, claim.worse, "-", looks, answer, reached)
+
+
+def _published(claim: Claim, table: Table, setting: str) -> float:
+    """The difference in the paper, NaN if it does not print both numbers."""
+    numbers = table.settings[setting].published.get(claim.score, {}) if setting in table.settings else {}
+    if claim.better not in numbers or claim.worse not in numbers:
+        return math.nan
+    return numbers[claim.better].value - numbers[claim.worse].value
+
+
+def _with_harm(answer: Comparison, harm: Comparison | None) -> Comparison:
+    """The answer to a claim about harm, which only holds if there is harm: then the larger p-value counts."""
+    text = f"{answer.text} (harm: {'not run' if harm is None else harm.text})"
+    if answer.word != "holds":
+        return answer._replace(text=text)
+    if harm is None or harm.word != "holds":
+        return answer._replace(text=text, word="open", p=1.0)
+    return answer._replace(text=text, p=max(answer.p, harm.p))
+
+
+def word(tested: Verdict | None) -> str:
+    """The answer in one setting: "holds", "fails", "equal" or "open"."""
+    if tested is None or not tested.decided:
+        return "open"
+    return VERDICTS[tested.word]
+
+
+def verdict(claim: Claim, tested: Tested) -> str:
+    """In how many of its settings the claim holds, fails, and in how many the methods are equal; "open" if in none."""
+    words = [word(tested.get(setting)) for setting in claim.settings]
+    n = len(words)
+    counts = [(each, words.count(each)) for each in ("holds", "fails", "equal")]
+    said = [each if n == 1 else f"{each} in {count} of {n}" for each, count in counts if count]
+    return ", ".join(said) or "open"
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def section(claims: Sequence[Claim], tested: Sequence[Tested]) -> Iterator[str]:
+    """Yields the lines of the page about the claims."""
     yield from ("# The papers' claims in our runs", "")
     if not claims:
         return
     yield from (
-        "Each line is a claim of a paper, and our verdict. The evidence is by how much the first method is better in "
-        f"each setting, with the {100 * CONFIDENCE:g} % confidence interval over seeds. A claim is supported if it "
-        "holds in at least half of its settings and fails in none. It is contradicted if it fails in at least half of "
-        "its settings and holds in none. Only differences that are significant after Holm's correction for all "
-        'comparisons of the table count. "No difference" means that the methods are equal within a margin in all '
-        "settings. All other claims are open. The runs of a setting use one partition, unless the evidence counts "
-        "partitions. Differences are in rounds or in percentage points. D1 and D2 are Dirichlet(0.6) and "
-        "Dirichlet(0.3). With partial participation, every client takes part in a round with probability 0.15.",
+        "Each line is a claim of a paper. The evidence is by how much the first method is better in each setting, with "
+        "the confidence interval over seeds. The verdict says in how many settings the claim holds and fails, and in "
+        "how many the methods are equal. All other settings are open. The runs of a setting use one partition, unless "
+        "the evidence counts partitions. Differences are in rounds or in percentage points. D1 and D2 are "
+        "Dirichlet(0.6) and Dirichlet(0.3). With partial participation, every client takes part in a round with "
+        "probability 0.15. A stand-in is data that replaces the paper's.",
         "",
         THE_RULE,
         "",
-        "| paper | supported | contradicted | no difference | open |",
-        "|---|---:|---:|---:|---:|",
-    )
-    words = [verdict(claim, evidence(claim, verdicts.get(claim.table, ()))) for claim in claims]
-    papers = [claim.paper.partition(",")[0] for claim in claims]
-    for paper in dict.fromkeys(papers):
-        of_paper = [word for word, of in zip(words, papers, strict=True) if of == paper]
-        yield f"| {paper} | " + " | ".join(str(of_paper.count(word)) for word in VERDICTS) + " |"
-    yield from (
+        *counted(claims, tested),
         "",
-        "| paper | claim | evidence | verdict |",
-        "|---|---|---|---|",
+        "| paper | claim | data | evidence | verdict |",
+        "|---|---|---|---|---|",
     )
-    contradicted = []
-    for claim in claims:
-        tested = evidence(claim, verdicts.get(claim.table, ()))
-        word = verdict(claim, tested)
-        shown = [f"{s}: {tested[s].text}" if s in tested else f"{s}: not run" for s in claim.settings]
-        paper = f"[{claim.paper}]({claim.table}.md)" if claim.table in verdicts else claim.paper
-        yield f"| {paper} | {claim.claim} | {'; '.join(shown)} | {word} |"
-        if word == "contradicted":
-            contradicted.append(claim)
-    for note in dict.fromkeys(claim.note for claim in contradicted if claim.note):
-        where = dict.fromkeys(claim.paper for claim in contradicted if claim.note == note)
-        yield from ("", f"**{'; '.join(where)}.** {note.strip()}")
+    for claim, answers in zip(claims, tested, strict=True):
+        shown = [f"{s}: {answers[s].answer.text}" if s in answers else f"{s}: not run" for s in claim.settings]
+        paper = f"[{claim.paper}]({claim.table}.md)" if answers else claim.paper
+        yield f"| {paper} | {claim.claim} | {claim.data} | {'; '.join(shown)} | {verdict(claim, answers)} |"
+    notes: dict[str, list[str]] = {}
+    for claim, answers in zip(claims, tested, strict=True):
+        if claim.note and "fails" in verdict(claim, answers):
+            notes.setdefault(claim.note, []).append(claim.paper)
+    for note, papers in notes.items():
+        yield from ("", f"**{'; '.join(dict.fromkeys(papers))}.** {note.strip()}")
     yield ""
+
+
+def counted(claims: Sequence[Claim], tested: Sequence[Tested]) -> list[str]:
+    """A table with the number of settings with each answer, for each paper and kind of data."""
+    counts: dict[tuple[str, str], list[str]] = {}
+    for claim, answers in zip(claims, tested, strict=True):
+        words = [word(answers.get(setting)) for setting in claim.settings]
+        counts.setdefault((claim.paper.partition(",")[0], claim.kind), []).extend(words)
+    lines = ["| paper | data | claims in a setting | hold | fail | equal | open |", "|---|---|" + "---:|" * 5]
+    for (paper, kind), words in counts.items():
+        numbers = [words.count(each) for each in VERDICTS.values()]
+        lines.append(f"| {paper} | {kind} | {len(words)} | " + " | ".join(map(str, numbers)) + " |")
+    return lines

@@ -1,26 +1,51 @@
 """Statistics of the tables: our numbers against the published ones, and one method against another.
 
-Methods are compared by a rule for the number of seeds. They are compared after 3 seeds. If the question is still open,
-3 more seeds are run, at most 12 in all. So there are up to four looks at the same question. Each look has a share of a
-quarter of the 5 % (Bonferroni): its interval is a 98.75 % interval, and its p-value is multiplied by 4.
+Methods are compared by a rule for the number of seeds. The first look is after the seeds that the table fixed
+beforehand, at least 3. If the question is then open, more seeds are run, and there are looks at 6, 9 and 12 seeds. So
+there are at most four looks at the same question. Each look has a share of a quarter of the 5 % (Bonferroni): its
+interval is a 98.75 % interval, and its p-value is multiplied by 4. If a table says that there is one look only, the
+interval is a 95 % interval.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 import fedjax_drift as fd
-from experiments.tables.papers import Printed, Score, Series
+from experiments.tables.papers import Cell, Printed, Score, Series
 from experiments.tables.results import Result
 
 WORDS = ("holds", "does not hold", "equal", "open")
-LOOKS = (3, 6, 9, 12)  # the numbers of seeds after which two methods are compared
-CONFIDENCE = 1 - fd.statistics.SIGNIFICANT / len(LOOKS)  # of the interval of each look
+FIRST, LATER = 3, (6, 9, 12)  # the smallest number of seeds of the first look, and those of the later looks
 BETTER, WORSE, EQUAL, OPEN = "▲", "▼", "≈", "?"
+Runs = Mapping[int, Result]  # the results of a cell by seed
+
+
+class Looks(NamedTuple):
+    """The numbers of seeds after which two methods are compared."""
+
+    seeds: tuple[int, ...]
+    one: bool  # whether there is one look only
+
+    @property
+    def number(self) -> int:
+        """The number of looks among which the 5 % are shared."""
+        return 1 if self.one else 1 + len(LATER)
+
+    @property
+    def confidence(self) -> float:
+        """The confidence of the interval of each look."""
+        return 1 - fd.statistics.SIGNIFICANT / self.number
+
+
+def looks_of(cells: Sequence[Cell]) -> Looks:
+    """The looks at a question about these cells: the first one is at all seeds that their table fixed beforehand."""
+    first, one = max(FIRST, *(cell.seeds for cell in cells)), any(cell.one_look for cell in cells)
+    return Looks((first,) if one else (first, *(look for look in LATER if look > first)), one)
 
 
 class Comparison(NamedTuple):
@@ -29,7 +54,8 @@ class Comparison(NamedTuple):
     word: str  # one of `WORDS`
     text: str  # by how much the first method is better, with the confidence interval
     p: float  # of the two-sided paired t test, multiplied by the number of looks; NaN without an interval
-    seeds: int = 0  # the number of seeds that were compared, one of `LOOKS`; 0 before the first look
+    seeds: int  # the number of seeds that were compared; 0 before the first look
+    gap: fd.statistics.Mean  # the difference with its interval; NaN if there is none
 
 
 class Verdict(NamedTuple):
@@ -40,29 +66,32 @@ class Verdict(NamedTuple):
     a: str
     b: str
     printed: str  # whether the numbers of the paper have this order: "yes", "no", "equal", or "-" if there are none
-    word: str  # one of `WORDS`
-    text: str  # the difference and its confidence interval
-    p: float  # the p-value, corrected for the looks; NaN if there is no confidence interval
-    seeds: int = 0  # the number of seeds that were compared, 0 before the first look
-    survives: bool = False  # whether the difference is significant if all claims of the table are corrected together
+    looks: Looks
+    answer: Comparison
+    significant: bool  # after Holm's correction, if it is part of a claim
+
+    @property
+    def word(self) -> str:
+        return self.answer.word
 
     @property
     def interval(self) -> bool:
-        return not math.isnan(self.p)
+        return not math.isnan(self.answer.p)
 
     @property
     def decided(self) -> bool:
         """Whether the rule asks for no more seeds: the difference is significant, or the methods are equal."""
-        return self.survives or self.word == "equal"
+        return self.significant or self.word == "equal"
 
     @property
     def wanted_seeds(self) -> int:
         """The number of seeds that the rule asks for: those of the next look if the question is open."""
-        later = [look for look in LOOKS if look > self.seeds]
-        return later[0] if later and not self.decided else self.seeds
+        seeds = self.answer.seeds
+        later = [look for look in self.looks.seeds if look > seeds]
+        return later[0] if later and not self.decided else seeds
 
 
-def values_of(score: Score, runs: Mapping[int, Result]) -> list[float]:
+def values_of(score: Score, runs: Runs) -> list[float]:
     """The score of each run, in the order of the seeds."""
     return [score(runs[seed].series) for seed in sorted(runs)]
 
@@ -70,17 +99,22 @@ def values_of(score: Score, runs: Mapping[int, Result]) -> list[float]:
 # --- against the paper ------------------------------------------------------------------------------------------------
 
 
-def margin(score: Score, value: float) -> float:
-    """The difference from a number that counts as equal: half a percentage point, or a fifth of the number.
+def margin(score: Score, value: float, published: float = math.nan) -> float:
+    """The difference from a number that counts as equal.
 
-    Scores of which more is better (accuracies, AUC, ratios) have the absolute margin, all other scores the relative
-    one.
+    It is a tenth of the error rate (of the number itself, if it is not a rate of which more is better), or half of the
+    published difference, whichever is smaller.
+
+    Args:
+      value: the number.
+      published: the difference of the two methods in the paper; NaN if it is not known.
     """
-    percent = 1.0 if score.scale > 1 else 0.01
-    return 0.5 * percent if score.sign > 0 else abs(value) / 5
+    whole = 100.0 if score.scale > 1 else 1.0
+    tenth = abs(whole - value if score.sign > 0 and not score.relative else value) / 10
+    return min(tenth, abs(published) / 2) if math.isfinite(published) and published else tenth
 
 
-def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks: bool = True) -> tuple[str, str]:
+def difference(runs: Runs, printed: Printed, score: Score, marks: bool = True) -> tuple[str, str]:
     """Returns our mean minus the paper's number, as text, and a mark ("" if there is none).
 
     The mark depends on the 95 % t interval of the difference:
@@ -120,78 +154,96 @@ def difference(runs: Mapping[int, Result], printed: Printed, score: Score, marks
 # --- one method against another ---------------------------------------------------------------------------------------
 
 
-def compare(a: Mapping[int, Result], b: Mapping[int, Result], score: Score) -> Comparison:
-    """Compares method a with method b by the differences between runs with the same seed.
+def compare(
+    better: Sequence[Runs], worse: Sequence[Runs], score: Score, looks: Looks, published: float = math.nan
+) -> Comparison:
+    """Compares methods by the differences between runs with the same seed.
 
-    The answer is that of the last look: of the 3, 6, 9 or 12 lowest seeds that both methods have. It depends on the
-    t interval of the mean difference:
+    Usually ``better`` and ``worse`` have one method each. With two methods each, their sums are compared: a - b in one
+    setting is larger than c - d in another one if a + d is larger than b + c.
 
-    - "holds" if a is better in the whole interval, "does not hold" if b is better
-    - "equal" if the whole interval is within the `margin` and includes 0
+    The answer is that of the last look at the lowest seeds that all have. It depends on the t interval of the mean
+    difference:
+
+    - "holds" if ``better`` is better in the whole interval, "does not hold" if ``worse`` is
+    - "equal" if the whole interval is within the `margin` and includes 0 (not if sums are compared)
     - "open" otherwise, for example before the first look
 
     Runs without the score are left out. The scores "best" and "last" only use the rounds that all runs have.
 
     A run that did not reach the target counts as if it reached the target one round after its last round, which is too
-    early. So a method with such a run is never found to be better or equal. The answer is then "open".
+    early. So a side with such a run is never found to be better or equal. The answer is then "open".
+
+    Args:
+      published: the difference in the paper, for the margin; NaN if it is not known.
     """
-    runs = [(a[seed], b[seed]) for seed in sorted(set(a) & set(b))]
+    sides = [*better, *worse]
+    signs = np.array([1.0] * len(better) + [-1.0] * len(worse)) * (score.sign or 1)
+    runs = [[runs[seed] for runs in sides] for seed in sorted(set.intersection(*map(set, sides)))]
     if not runs:
-        return Comparison("open", "no seed in common", math.nan)
-    rounds = [run.rounds for pair in runs for run in pair]
+        return _open("no seed in common")
+    rounds = [run.rounds for each in runs for run in each]
     most = min(rounds) if score.take in ("best", "last") and min(rounds) < max(map(score.within, rounds)) else 0
-    scored = [(pair, [score(_up_to(run, most).series) for run in pair]) for pair in runs]
-    scored = [(pair, values) for pair, values in scored if not np.isnan(values).any()]
-    seeds = max((look for look in LOOKS if look <= len(scored)), default=0)
+    scored = [(each, [score(_up_to(run, most).series) for run in each]) for each in runs]
+    scored = [(each, values) for each, values in scored if not np.isnan(values).any()]
+    seeds = max((look for look in looks.seeds if look <= len(scored)), default=0)
     scored = scored[: seeds or None]
     if not scored:
-        return Comparison("open", "not scored", math.nan)
-    values = np.array([values for _, values in scored])  # [seeds, 2]
+        return _open("not scored")
+    values = np.array([values for _, values in scored])  # [seeds, sides]
     late = np.isinf(values).any(0)
     if np.isinf(values).all():
-        return Comparison("open", "neither reached the target", math.nan, seeds)
-    after_last = np.array([[score.within(run.rounds) + 1.0 for run in pair] for pair, _ in scored])
+        return _open("neither reached the target", seeds)
+    after_last = np.array([[score.within(run.rounds) + 1.0 for run in each] for each, _ in scored])
     values = np.where(np.isinf(values), after_last, values)
-    gaps = score.sign * (values[:, 0] - values[:, 1]) + 0.0  # not -0.0
+    gaps = values @ signs + 0.0  # not -0.0
     digits, within = max(score.digits, 1), f", of the first {most} rounds" if most else ""
     within += " (a bound: not all reached the target)" if late.any() else ""
     if not seeds:
-        number = f"{len(gaps)} seed{'s' * (len(gaps) > 1)}{within}"
-        return Comparison("open", f"{gaps.mean():+.{digits}f}, {number}", math.nan)
-    gap = fd.statistics.mean(gaps, confidence=CONFIDENCE)
-    word = _word(gap, margin(score, float(values[:, 1].mean())), late)
+        mean = fd.statistics.Mean(float(gaps.mean()), math.nan, math.nan)
+        return _open(f"{mean.value:+.{digits}f}, {_count(len(gaps))}{within}", gap=mean)
+    gap = fd.statistics.mean(gaps, confidence=looks.confidence)
+    equal = margin(score, float(values[:, -1].mean()), published) if len(sides) == 2 else 0.0
+    word = _word(gap, equal, late[: len(better)].any(), late[len(better) :].any())
     if not np.ptp(gaps):  # there is no t test
         text = f"{gap.value:+.{digits}f} for each of {seeds} seeds{within}"
-        return Comparison(word if word == "equal" else "open", text, math.nan, seeds)
-    text = f"{gap.value:+.{digits}f} [{gap.low:+.{digits}f}, {gap.high:+.{digits}f}], {seeds} seeds{within}"
-    return Comparison(word, text, min(1.0, len(LOOKS) * gap.p), seeds)
+        return Comparison(word if word == "equal" else "open", text, math.nan, seeds, gap)
+    text = f"{gap.value:+.{digits}f} [{gap.low:+.{digits}f}, {gap.high:+.{digits}f}], {_count(seeds)}{within}"
+    return Comparison(word, text, min(1.0, looks.number * gap.p), seeds, gap)
 
 
-def _word(gap: fd.statistics.Mean, equal: float, late: np.ndarray) -> str:
-    """The answer for the mean difference of two methods.
+def _open(text: str, seeds: int = 0, gap: fd.statistics.Mean | None = None) -> Comparison:
+    nothing = fd.statistics.Mean(math.nan, math.nan, math.nan)
+    return Comparison("open", text, math.nan, seeds, nothing if gap is None else gap)
 
-    Args:
-      equal: the margin within which the methods are equal.
-      late: bool [2], whether a run of the method did not reach the target.
+
+def _count(seeds: int) -> str:
+    return f"{seeds} seed{'s' * (seeds > 1)}"
+
+
+def _word(gap: fd.statistics.Mean, equal: float, better_late: bool, worse_late: bool) -> str:
+    """The answer for a mean difference. late: whether a run of the side did not reach the target.
+
+    equal: the margin within which the methods are equal.
     """
-    if gap.low > 0 and not late[0]:
+    if gap.low > 0 and not better_late:
         return "holds"
-    if gap.high < 0 and not late[1]:
+    if gap.high < 0 and not worse_late:
         return "does not hold"
     within = gap.low <= 0 <= gap.high and max(-gap.low, gap.high) <= equal
-    return "equal" if within and not late.any() else "open"
+    return "equal" if within and not better_late and not worse_late else "open"
 
 
-def reaches(runs: Mapping[int, Result], score: Score, target: float) -> Comparison:
+def reaches(runs: Runs, score: Score, target: float) -> Comparison:
     """Whether the score of a method is at least the target: "holds" if it is in all of three or more runs, "does not
     hold" if it is in none of them, otherwise "open"."""
     values = [value for value in values_of(score, runs) if not math.isnan(value)]
     if not values:
-        return Comparison("open", "not scored", math.nan)
+        return _open("not scored")
     met = sum(value >= target for value in values)
     text = f"{min(values):.{score.digits}f} to {max(values):.{score.digits}f}, {len(values)} seeds"
-    word = "open" if len(values) < LOOKS[0] or 0 < met < len(values) else "holds" if met else "does not hold"
-    return Comparison(word, text, math.nan, len(values))
+    word = "open" if len(values) < FIRST or 0 < met < len(values) else "holds" if met else "does not hold"
+    return _open(text, len(values))._replace(word=word)
 
 
 def _up_to(run: Result, most: int) -> Result:

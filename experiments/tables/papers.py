@@ -34,6 +34,9 @@ All seeds of a cell have the same partition. With ``data_seed = "seed"``, every 
 ``seeds`` is the number of seeds that was fixed before the first run. Methods are first compared with all of them (at
 least 3), and then with more. With ``one_look = true`` there is only the first comparison (`comparison`).
 
+A setting with ``like = "FEMNIST, alpha 1"`` or ``like = "paper/table: setting"`` has the same question as that setting,
+with other data or another partition. The published differences there say which differences count as equal.
+
 A setting with ``runs = "paper/table"`` refers to the setting of the same name in another table. If it has another name
 there, the key ``as`` gives that name. The setting is run once and shown in both tables.
 
@@ -78,7 +81,14 @@ TABLE_KEYS = {
     "label_mix", "headline", "priority",
 }  # fmt: skip
 SCALES = ("full", "reduced", "stand-in")  # the paper's setting; with fewer rounds; with other data, or our own setting
-REFERENCE_KEYS = {"runs", "as", "printed", "marks", "scale"}  # the keys of a setting that refers to another table
+REFERENCE_KEYS = {
+    "runs",
+    "as",
+    "printed",
+    "like",
+    "marks",
+    "scale",
+}  # the keys of a setting that refers to another table
 NOT_OPTIONS = {*REFERENCE_KEYS, "base", "methods", "needs"}  # the keys of a setting that are not options of a run
 TUNE_KEYS = {"rounds", "grid", "methods", "score", "validation"}
 LOCAL_OPTIONS = {field.name for field in fields(fd.LocalTraining)} - {"optimizer"}
@@ -218,6 +228,7 @@ class Setting(NamedTuple):
     name: str
     cells: dict[str, Cell]  # method -> cell
     printed: dict[str, dict[str, Printed]]  # score -> method -> the number in the paper
+    published: dict[str, dict[str, Printed]]  # the same; those of the setting in `like` if it has none of its own
     needs: str  # the data or hardware that is needed to run it
     scale: str = "full"  # one of SCALES
     marks: bool = True  # whether differences from the paper are marked; False if our data are another sample
@@ -370,19 +381,33 @@ def _setting(
                     raise ValueError(f"{name}, {method} needs {key}, got none: add it there or under [common]")
             target = None if until is None else scores[until]
             cells[method] = Cell(table, name, method, options, seeds, one_look, target, tuple(keep))
+    printed = _printed(name, entries, methods, scores)
+    published = printed
+    if "like" in entries:
+        other, _, title = entries["like"].rpartition(": ")
+        if other:
+            published = read_table(folder, other, tables).settings[title].printed
+        else:
+            published = _printed(title, table_entries["settings"][title], methods, scores)
+    scale = entries.get("scale", "full" if printed else "stand-in")
+    check_name(f"the scale of {name}", scale, SCALES)
+    return Setting(name, cells, printed, published, needs, scale, entries.get("marks", True))
+
+
+def _printed(
+    name: str, entries: Mapping[str, Any], methods: Iterable[str], scores: Mapping[str, Score]
+) -> dict[str, dict[str, Printed]]:
+    """The numbers of the paper for a setting: score -> method -> number."""
     numbers = entries.get("printed", {})
     if numbers and not isinstance(next(iter(numbers.values())), Mapping):
         numbers = {next(iter(scores)): numbers}
     _check_names("a score that is printed", numbers, scores)
     for of_methods in numbers.values():
         _check_names(f"a method printed in {name}", of_methods, methods)
-    printed = {
+    return {
         score: {method: printed_number(number) for method, number in of_methods.items()}
         for score, of_methods in numbers.items()
     }
-    scale = entries.get("scale", "full" if printed else "stand-in")
-    check_name(f"the scale of {name}", scale, SCALES)
-    return Setting(name, cells, printed, needs, scale, entries.get("marks", True))
 
 
 def _method_options(spec: str | dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ import numpy as np
 import fedjax_drift as fd
 from experiments.tables import claims, report, runner
 from experiments.tables.claims import Claim
-from experiments.tables.comparison import LOOKS, Verdict
+from experiments.tables.comparison import looks_of
 from experiments.tables.papers import Cell, Table
 from experiments.tables.results import Result, hardware, read_results
 from experiments.tables.tuning import read_tuned, tuning_grid, with_tuned
@@ -108,7 +108,7 @@ def missing(
     needs, jobs = _needs(tables, output, claimed), []
     for file, (table, cell) in cells.items():
         cost, obstacle = costs.get(_cost_key(cell), ""), _not_available(table, cell)
-        wanted = list(range(needs.seeds.get(file, LOOKS[0])))
+        wanted = list(range(needs.seeds.get(file, looks_of([cell]).seeds[0])))
         try:
             wanted = runner.unfinished(with_tuned(cell, table, output), output, wanted)
         except ValueError:
@@ -132,32 +132,27 @@ def _needs(tables: Sequence[Table], output: Path, claimed: Sequence[Claim]) -> N
     needs = Needs({}, {}, {})
 
     def want(where: dict[Path, int], cell: Cell, seeds: int) -> None:
-        where[cell.file] = max(where.get(cell.file, LOOKS[0]), seeds)
+        where[cell.file] = max(where.get(cell.file, looks_of([cell]).seeds[0]), seeds)
 
+    results = {table.name: report.results_of(table, output) for table in tables}
     for table in tables:
-        ours = report.results_of(table, output)
-        verdicts = [*report.orderings(table, ours), *claims.targets_met(claimed, table, ours)]
-        for verdict in verdicts:
-            for method in filter(None, (verdict.a, verdict.b)):
+        for verdict in report.orderings(table, results[table.name]):
+            for method in (verdict.a, verdict.b):
                 want(needs.seeds, table.settings[verdict.setting].cells[method], verdict.wanted_seeds)
-        for claim in claimed:
-            if claim.table == table.name:
-                for question, seeds in _questions(claim, claims.evidence(claim, verdicts)):
-                    for method in filter(None, (claim.better, claim.worse)):
-                        cell = table.settings[question.setting].cells[method]
-                        want(needs.for_claims, cell, seeds)
-                        needs.questions.setdefault(cell.file, []).append(question)
+    by_name = {table.name: table for table in tables}
+    asked = [claim for claim in claimed if claim.table in by_name]
+    for claim, tested in zip(asked, claims.evidence(asked, tables, results), strict=True):
+        for setting in claim.settings:
+            cells = claims.cells(claim, setting, by_name[claim.table])
+            seeds = looks_of(cells).seeds[0]
+            if setting in tested:
+                seeds = tested[setting].wanted_seeds
+                if tested[setting].decided or seeds == tested[setting].answer.seeds:
+                    continue
+            for cell in cells:
+                want(needs.for_claims, cell, seeds)
+                needs.questions.setdefault(cell.file, []).append(Question(claim, setting))
     return needs
-
-
-def _questions(claim: Claim, tested: Mapping[str, Verdict]) -> Iterator[tuple[Question, int]]:
-    """Yields the settings in which a claim is open, if the claim is, each with the number of seeds of its next look."""
-    if claims.verdict(claim, tested) != "open":
-        return
-    for setting in claim.settings:
-        seeds = tested[setting].wanted_seeds if setting in tested else LOOKS[0]
-        if setting not in tested or seeds > tested[setting].seeds:
-            yield Question(claim, setting), seeds
 
 
 def _with_costs(jobs: Sequence[Job]) -> list[Job]:

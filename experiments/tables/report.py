@@ -12,23 +12,23 @@ import numpy as np
 
 import fedjax_drift as fd
 from experiments.tables import claims
-from experiments.tables.claims import Claim
+from experiments.tables.claims import Claim, Results
 from experiments.tables.comparison import (
     BETTER,
-    CONFIDENCE,
     EQUAL,
-    LOOKS,
+    FIRST,
     OPEN,
     WORDS,
     WORSE,
     Verdict,
     compare,
     difference,
+    looks_of,
     values_of,
 )
 from experiments.tables.papers import SCALES, Cell, Printed, Score, Setting, Table, last_number, slug
 from experiments.tables.results import Result, read_results, summary
-from experiments.tables.tuning import best_of, read_tuned, tuning_score
+from experiments.tables.tuning import Tuned, best_of, read_tuned, tuning_score
 
 PRINTED_OR_NOT = (
     "claims that the paper's numbers show",
@@ -37,7 +37,6 @@ PRINTED_OR_NOT = (
 INITIALS = ("auc", "cka", "kl", "lp")  # abbreviations among the plotted quantities
 ENDED_EARLY = " A run that reached its target ended in that round, before the number of rounds in its command."
 COMMAND = "python -m experiments.tables"
-Results = Mapping[str, Mapping[str, Mapping[int, Result]]]  # setting -> method -> seed -> result
 
 
 # --- which results exist ----------------------------------------------------------------------------------------------
@@ -118,7 +117,7 @@ def _page(table: Table, folder: Path, ours: Results, pictures: Sequence[Path]) -
             yield from ("", f"## {score.name}", "")
             yield from _comparison(table, score, shown, ours)
     yield from ("", *_legend(table, ours))
-    verdicts = orderings(table, ours)
+    verdicts = list(orderings(table, ours))
     if verdicts:
         yield from ("", "## The order of the methods", "", *_verdict_lines(table, verdicts))
     yield from ("", "## How each cell was run", "", *_runs(table, folder, ours))
@@ -195,8 +194,8 @@ def _legend(table: Table, ours: Results) -> Iterator[str]:
         f"number with one seed has no ±. Seeds differ in cohorts and initial models; {same} The "
         f"difference is our number minus the published number. {BETTER} (better) and {WORSE} (worse) mark differences "
         f"that are larger than the spread over seeds explains (95 %). {EQUAL} marks differences whose 95 % interval is "
-        "within the margin of what counts as equal: half a percentage point of accuracy, or a fifth of the published "
-        f"number of rounds or loss. {OPEN} marks all others: they need more seeds. If the "
+        "within the margin of what counts as equal: a tenth of the published error rate, or of the published number of "
+        f"rounds or loss. {OPEN} marks all others: they need more seeds. If the "
         "partition is the same, the spread does not include the effect of another partition. "
         '">200" means that the target was not reached within 200 rounds. '
         '"(2 of 3)" marks the mean of the two seeds that reached the target.'
@@ -219,12 +218,13 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
             commands.append(f"{next(iter(runs.values())).command}")
             cell = table.settings[name].cells[method]
             if tuned := read_tuned(cell, folder):
-                share = tuned[0].validation
+                share, rounds = tuned[0].validation, max(run.rounds for run in runs.values())
                 on = f", on {share:.0%} of the training examples" if share else ""
-                best = ", ".join(f"{key} {value:g}" for key, value in best_of(tuned, tuning_score(table)).items())
+                chosen = best_of(tuned, tuning_score(table))
+                best = ", ".join(_chosen(option, tuned, chosen[option]) for option in chosen)
                 tunings.append(
-                    f"- {name}, {method}: {best} (best of {len(tuned)} combinations after {tuned[0].rounds} "
-                    f"rounds{on}, another seed than those reported)"
+                    f"- {name}, {method}: {best} (best of {len(tuned)} combinations after {tuned[0].rounds} of "
+                    f"{rounds} rounds{on}, another seed than those reported)"
                 )
     every = [run for methods in ours.values() for runs in methods.values() for run in runs.values()]
     versions = dict.fromkeys(", ".join(f"{name} {number}" for name, number in run.versions.items()) for run in every)
@@ -234,6 +234,13 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
     yield from ("", "<details><summary>The command of each cell, for its first seed</summary>", "", "```")
     yield from commands
     yield from ("```", "", "</details>")
+
+
+def _chosen(option: str, tuned: Sequence[Tuned], value: float) -> str:
+    """The value that was chosen, its grid, and whether it is at an edge: "lr 0.1 (of 0.01, 0.1: at its edge)"."""
+    grid = sorted({each.values[option] for each in tuned})
+    edge = ": at its edge" if len(grid) > 1 and value in (grid[0], grid[-1]) else ""
+    return f"{option} {value:g} (of {', '.join(f'{each:g}' for each in grid)}{edge})"
 
 
 def _missing(table: Table, ours: Results) -> dict[str, list[str]]:
@@ -351,29 +358,28 @@ def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale
 # --- orderings --------------------------------------------------------------------------------------------------------
 
 
-def orderings(table: Table, ours: Results) -> list[Verdict]:
-    """Returns one verdict per claim "method a is better than b", setting and score, if both methods were run."""
-    verdicts = list(_verdicts(table, ours))
-    corrected = fd.statistics.holm([verdict.p for verdict in verdicts])
-    return [
-        verdict._replace(survives=p <= fd.statistics.SIGNIFICANT)
-        for verdict, p in zip(verdicts, corrected, strict=True)
-    ]
+def orderings(table: Table, ours: Results) -> Iterator[Verdict]:
+    """Yields one verdict per claim "method a is better than b", setting and score, if both methods were run.
 
-
-def _verdicts(table: Table, ours: Results) -> Iterator[Verdict]:
+    The comparisons are not corrected for their number. `claims.evidence` corrects those of the papers' claims.
+    """
     pairs = dict.fromkeys(pair for chain in table.claims for pair in itertools.pairwise(chain))
     for score in table.scores.values():
         for name, methods in ours.items():
-            if not score.sign or not _has(table.settings[name], score):
+            setting = table.settings[name]
+            if not score.sign or not _has(setting, score):
                 continue
             for a, b in pairs:
                 if a in methods and b in methods:
-                    order = _printed_order(table.settings[name].printed.get(score.name, {}), a, b, score)
-                    result = compare(methods[a], methods[b], score)
-                    if table.settings[name].cells[a].own_partitions:
-                        result = result._replace(text=re.sub(r"\bseed(s?)\b", r"partition\1", result.text))
-                    yield Verdict(name, score.name, a, b, order, *result)
+                    published = setting.published.get(score.name, {})
+                    order = _printed_order(setting.printed.get(score.name, {}), a, b, score)
+                    gap = published[a].value - published[b].value if a in published and b in published else math.nan
+                    looks = looks_of([setting.cells[a], setting.cells[b]])
+                    answer = compare([methods[a]], [methods[b]], score, looks, gap)
+                    if setting.cells[a].own_partitions:
+                        answer = answer._replace(text=re.sub(r"\bseed(s?)\b", r"partition\1", answer.text))
+                    decided = answer.word in WORDS[:2]
+                    yield Verdict(name, score.name, a, b, order, looks, answer, decided)
 
 
 def _printed_order(printed: Mapping[str, Printed], a: str, b: str, score: Score) -> str:
@@ -399,48 +405,47 @@ def _verdict_lines(table: Table, verdicts: Sequence[Verdict]) -> Iterator[str]:
         if sum(counts):
             counted = ", ".join(f"{word}: {number}" for word, number in zip(WORDS, counts, strict=True))
             yield f"- {what}: {counted}."
-    tested = [verdict for verdict in verdicts if verdict.interval]
-    if len(tested) > 1:
-        holds, fails = _counts(verdict for verdict in tested if verdict.survives)[:2]
-        yield f"- after Holm's correction for all comparisons of the table: {WORDS[0]}: {holds}, {WORDS[1]}: {fails}."
     if held := _by_data_set(table, verdicts):
-        yield f"- those that hold, by data set (in brackets: after Holm's correction): {held}."
+        yield f"- those that hold, by data set: {held}."
+    tested = [verdict for verdict in verdicts if verdict.interval]
     if tested:
+        level = " or ".join(dict.fromkeys(f"{100 * verdict.looks.confidence:g} %" for verdict in tested))
         yield from (
             "",
-            "| setting | score | claim | holds in the published numbers | holds in ours | after Holm | better by, "
-            f"{100 * CONFIDENCE:g} % interval |",
-            "|---|---|---|---|---|---|---|",
+            "| setting | score | claim | holds in the published numbers | holds in ours | better by, "
+            f"{level} interval |",
+            "|---|---|---|---|---|---|",
         )
     for verdict in tested:
         claim = f"{verdict.a} better than {verdict.b}"
-        ours = f"{verdict.word} | {'yes' if verdict.survives else 'no'}"
-        yield f"| {verdict.setting} | {verdict.score} | {claim} | {verdict.printed} | {ours} | {verdict.text} |"
+        row = [verdict.setting, verdict.score, claim, verdict.printed, verdict.word, verdict.answer.text]
+        yield f"| {' | '.join(row)} |"
     untested: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
         if not verdict.interval:
             line = untested.setdefault((verdict.setting, verdict.score), [])
-            line.append(f"{verdict.a} over {verdict.b}: {verdict.text}")
+            line.append(f"{verdict.a} over {verdict.b}: {verdict.answer.text}")
     if untested:
         yield from (
             "",
-            f"The following claims have no interval, because the methods share fewer than {LOOKS[0]} seeds, or because "
-            "no t test is possible. The numbers say by how much the first method is better with the same seeds:",
+            f"The following claims have no interval, because the methods share fewer than {FIRST} seeds (or fewer than "
+            "the table fixed beforehand), or because no t test is possible. The numbers say by how much the first "
+            "method is better with the same seeds:",
             "",
         )
         yield from (f"- {setting}, {score}: {'; '.join(lines)}" for (setting, score), lines in untested.items())
 
 
 def _by_data_set(table: Table, verdicts: Sequence[Verdict]) -> str:
-    """Returns the numbers of claims that hold on each data set, if the table has several: "mnist 5 (1)"."""
+    """Returns the numbers of claims that hold on each data set, if the table has several: "mnist 5, synthetic 3"."""
     data_sets: dict[str, list[Verdict]] = {}
     for verdict in verdicts:
         name = table.settings[verdict.setting].cells[verdict.a].options["dataset"].partition(":")[0]
         data_sets.setdefault(name, []).append(verdict)
-    counts = {name: [v.survives for v in of if v.word == WORDS[0]] for name, of in data_sets.items()}
+    counts = {name: sum(v.word == WORDS[0] for v in of) for name, of in data_sets.items()}
     if len(counts) < 2 or not any(counts.values()):
         return ""
-    return ", ".join(f"{name} {len(held)} ({sum(held)})" for name, held in counts.items())
+    return ", ".join(f"{name} {number}" for name, number in counts.items())
 
 
 # --- all tables -------------------------------------------------------------------------------------------------------
@@ -450,13 +455,9 @@ def write_index(tables: Sequence[Table], folder: Path, claimed: Sequence[Claim] 
     """Writes README.md, a page about all claims and tables, and orderings.md. Returns their paths."""
     index, orders = folder / "README.md", folder / "orderings.md"
     results = [(table, results_of(table, folder)) for table in tables]
-    everything = [(table, ours, orderings(table, ours)) for table, ours in results]
-    verdicts = {
-        table.name: [*verdicts, *claims.targets_met(claimed, table, ours)]
-        for table, ours, verdicts in everything
-        if ours
-    }
-    index.write_text("\n".join([*claims.section(claimed, verdicts), *_index(everything)]) + "\n")
+    everything = [(table, ours, list(orderings(table, ours))) for table, ours in results]
+    tested = claims.evidence(claimed, tables, {table.name: ours for table, ours in results})
+    index.write_text("\n".join([*claims.section(claimed, tested), *_index(everything)]) + "\n")
     orders.write_text("\n".join(_orderings(everything)) + "\n")
     return [index, orders]
 
@@ -534,14 +535,12 @@ def _orderings(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> It
     yield from ("# Do the papers' rankings hold in our results?", "")
     yield (
         'A claim is "method a is better than b". Each claim of a paper is tested in every setting that was run, with '
-        f"the differences between runs of the same seed. It holds if the {100 * CONFIDENCE:g} % confidence interval of "
-        "their mean (a t interval over seeds) is above zero. It does not hold if the interval is below zero. The "
-        "methods are equal if the interval includes zero and is within the margin. Otherwise the claim is open, for "
-        f"example if fewer than {LOOKS[0]} seeds are shared. "
-        'The column "after Holm" says whether the difference is still significant if all comparisons of a table are '
-        "corrected together. Most intervals are "
-        "for one partition, and with another partition the order may be different. In settings with own partitions, "
-        f"every seed has another partition.\n\n{claims.THE_RULE}"
+        "the differences between runs of the same seed. It holds if the confidence interval of their mean (a t "
+        "interval over seeds) is above zero. It does not hold if the interval is below zero. The methods are equal if "
+        "the interval includes zero and is within the margin. Otherwise the claim is open, for example if too few "
+        "seeds are shared. The comparisons of this page are not corrected for their number. [The claims](README.md) "
+        "are. Most intervals are for one partition, and with another partition the order may be different. In settings "
+        f"with own partitions, every seed has another partition.\n\n{claims.THE_RULE}"
     )
     by_table, seen = [], set()
     for table, _, verdicts in everything:
