@@ -1,5 +1,5 @@
 """What MkDocs does beyond its plugins: equations become MathML, notebooks have their place in the nav and a link to
-Colab, and parts of the README keep their links."""
+Colab, the pages of experiments/ are on the site, and links between its folders and from the README are kept."""
 
 import html
 import re
@@ -8,26 +8,40 @@ from pathlib import Path
 from latex2mathml.converter import convert
 from markdown import Extension
 from markdown.preprocessors import Preprocessor
+from mkdocs.structure.files import File
 
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
 
 
-class FromRoot(Extension, Preprocessor):
-    """The README's links begin at the root of the project, and those of the pages that include it in docs/."""
+LINKS = {"](docs/": "](", "](../docs/": "](../", "](../experiments/": "](experiments/"}  # in the project: on the site
+
+
+class Links(Extension, Preprocessor):
+    """On the site, the pages of docs/ are at the root, and experiments/ is a folder of it."""
 
     def extendMarkdown(self, md):
-        md.preprocessors.register(self, "from_root", 31.5)  # after snippets, which have 32
+        md.preprocessors.register(self, "links", 31.5)  # after snippets, which have 32 and include parts of the README
 
     def run(self, lines):
-        return [line.replace("](docs/", "](") for line in lines]
+        for begin, on_site in LINKS.items():
+            lines = [line.replace(begin, on_site) for line in lines]
+        return lines
 
 
 def on_config(config):
     """The nav's last part but one: the notebooks that there are, by their numbers."""
-    config.markdown_extensions.append(FromRoot())
+    config.markdown_extensions.append(Links())
     found = sorted(Path(config.docs_dir, "notebooks").glob("*.ipynb"))
     config.nav.insert(-1, {"Notebooks": [f"notebooks/{path.name}" for path in found]})
     return config
+
+
+def on_files(files, config):
+    """The pages and pictures of experiments/, beside those of docs/."""
+    folder = Path(config.docs_dir).parent / "experiments"
+    for path in sorted([*folder.rglob("*.md"), *folder.rglob("*.png")]):
+        files.append(File.generated(config, str(path.relative_to(folder.parent)), abs_src_path=str(path)))
+    return files
 
 
 def on_page_content(content, page, config, **_):
