@@ -218,13 +218,13 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
             commands.append(f"{next(iter(runs.values())).command}")
             cell = table.settings[name].cells[method]
             if tuned := read_tuned(cell, folder):
-                share, rounds = tuned[0].validation, max(run.rounds for run in runs.values())
+                share, whole = tuned[0].validation, max(run.rounds for run in runs.values())
                 on = f", on {share:.0%} of the training examples" if share else ""
                 chosen = best_of(tuned, tuning_score(table))
                 best = ", ".join(_chosen(option, tuned, chosen[option]) for option in chosen)
                 tunings.append(
                     f"- {name}, {method}: {best} (best of {len(tuned)} combinations after {tuned[0].rounds} of "
-                    f"{rounds} rounds{on}, another seed than those reported)"
+                    f"{whole} rounds{on}, another seed than those reported)"
                 )
     every = [run for methods in ours.values() for runs in methods.values() for run in runs.values()]
     versions = dict.fromkeys(", ".join(f"{name} {number}" for name, number in run.versions.items()) for run in every)
