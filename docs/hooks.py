@@ -16,16 +16,20 @@ EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>'
 LINKS = {"](docs/": "](", "](../docs/": "](../", "](../experiments/": "](experiments/"}  # in the project: on the site
 
 
+MARKS = re.compile(r"<!--= .*?\s-->|<!--/-->", re.DOTALL)  # of experiments/pages.py
+
+
 class Links(Extension, Preprocessor):
-    """On the site, the pages of docs/ are at the root, and experiments/ is a folder of it."""
+    """On the site, the pages of docs/ are at the root, and experiments/ is a folder of it. Marks of numbers go."""
 
     def extendMarkdown(self, md):
         md.preprocessors.register(self, "links", 31.5)  # after snippets, which have 32 and include parts of the README
 
     def run(self, lines):
+        text = MARKS.sub("", "\n".join(lines))
         for begin, on_site in LINKS.items():
-            lines = [line.replace(begin, on_site) for line in lines]
-        return lines
+            text = text.replace(begin, on_site)
+        return text.split("\n")
 
 
 def on_config(config):

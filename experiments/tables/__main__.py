@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 
 import fedjax_drift as fd
+from experiments import pages
 from experiments.tables import claims, papers, queue, report, runner
 from experiments.tables.claims import Claim
 from experiments.tables.papers import Cell, Table
@@ -34,7 +35,8 @@ the last half minute of work is lost.
 report writes RESULTS/<paper>/<table>.md (our numbers, the numbers of the paper,
 and how each cell was run) and <table>.png (the curves). With --all it also
 writes README.md, which lists all tables, and orderings.md, which says which of
-the papers' orderings of methods hold in our results.
+the papers' orderings of methods hold in our results. Without --results it also
+fills in the numbers of docs/papers.md and of other pages.
 """
 
 
@@ -122,6 +124,8 @@ def _report(args: argparse.Namespace, tables: Sequence[Table]) -> int:
             return 1
     if args.all:
         print(", ".join(map(str, report.write_index(tables, args.results or committed, _claims(args)))))
+        if args.results is None and args.tables == papers.EXPERIMENTS:
+            pages.main()
     return 0
 
 
