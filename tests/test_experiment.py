@@ -17,7 +17,7 @@ from PIL import Image
 from scipy import stats
 
 import fedjax_drift as fd
-from experiments.tables import claims, comparison, papers, queue, report, runner, tuning
+from experiments.tables import claims, comparison, papers, report, runner, tuning
 from experiments.tables.__main__ import main
 from experiments.tables.papers import Printed, Score, Series
 from experiments.tables.results import Result, kept_series, read_results, summary
@@ -231,7 +231,7 @@ def test_the_code_of_the_tables_uses_only_public_names(file):
     text = file.read_text()
     assert set(re.findall(r"^(?:from|import) fedjax_drift.*", text, re.MULTILINE)) <= {"import fedjax_drift as fd"}
     assert set(re.findall(r"\bfd\.(\w+)", text)) <= {*fd.__all__, "__version__", "__file__"}
-    assert not re.findall(r"\._(?!_|replace|asdict|fields)\w+", text)
+    assert not re.findall(r"(?<!self)\._(?!_|replace|asdict|fields)\w+", text)
 
 
 # --- resuming ---------------------------------------------------------------------------------------------------------
@@ -415,12 +415,6 @@ def test_cells_share_their_data_only_if_all_data_options_are_equal():
     add_data(parser, required=True)
     options = set(vars(parser.parse_args(["--dataset=mnist"]))) - {"seed"}
     assert set(runner.DATA_OPTIONS) == options | {"redeal"}
-
-
-def test_a_second_queue_is_refused(place, tmp_path, capsys):
-    with runner.locked(tmp_path / "o" / "queue.partial"):
-        assert do(place, tmp_path / "o", "--missing") == 1
-    assert "one process at a time can run the queue" in capsys.readouterr().err
 
 
 def test_every_seed_can_have_its_own_partition(whole, tmp_path, capsys):
@@ -874,128 +868,3 @@ def test_the_agreement_table_marks_reruns_that_differ() -> None:
     layouts = {f"{P} x {D}": cell for P, D in agreement["LAYOUTS"]}
     row = agreement["table"]({"fedavg": layouts | {"2 x 2": cell | {"rerun equal": False}}}).splitlines()[-1]
     assert row == "| fedavg | 2.0e-07 | 2.0e-07 | 2.0e-07 (rerun differs) | 2.0e-07 |"
-
-
-# --- the queue --------------------------------------------------------------------------------------------------------
-
-
-def queue_of(place: Path, output: Path, *arguments: str) -> int:
-    return main([*arguments, "tiny/table", f"--tables={place}", f"--output={output}"])
-
-
-@pytest.fixture
-def queued(tmp_path: Path, monkeypatch) -> Path:
-    """A table with a setting whose data are not available, and a headline setting. It compares no methods."""
-    monkeypatch.setattr("os.nice", lambda by: 0)  # the process of the tests could not restore its priority
-    text = TINY.replace('"patience"', '"MNIST (not available here)"')
-    text = (
-        text.replace('claims = [["FedProx", "FedAvg"]]', "").replace("[scores]", 'headline = ["later"]\n[scores]', 1)
-        + "[settings.later]\nrounds = 4\n"
-    )
-    return with_tables(tmp_path / "tables", table=text)
-
-
-def test_the_queue_runs_headline_settings_first_until_nothing_is_missing(queued, tmp_path, capsys):
-    output = tmp_path / "o"
-    assert queue_of(queued, output, "missing") == 0
-    listed = capsys.readouterr().out
-    assert listed.startswith(f"without a result in {output}:")
-    jobs = re.findall(r"min  tiny/table  (.+)", listed)
-    assert [job.split("  ")[0] for job in jobs] == ["later"] * 4 + ["natural, half of them"] * 4
-    assert [job.split("  ")[2] for job in jobs] == (["seed 0"] * 2 + ["seeds 1, 2"] * 2) * 2
-    assert "not here (MNIST (not available here)): 4 jobs of 2 cells of tiny/table" in listed
-
-    assert queue_of(queued, output, "run", "--missing", "--no-progress", "--budget=1h") == 0
-    assert "nothing is left to run here" in capsys.readouterr().out
-    assert [sorted(read(output, method)) for method in ("FedAvg", "FedProx")] == [[0, 1, 2]] * 2
-    assert (output / "tiny/table/later/FedAvg.tuning.jsonl").exists()
-    assert queue_of(queued, output, "missing") == 0
-    assert "0 jobs of 0 cells, about 0.0 hours" in capsys.readouterr().out
-
-
-CLAIM = """
-[[claims]]
-paper = "Nobody"
-data = "nothing"
-claim = "FedProx is better than {worse}."
-table = "tiny/table"
-score = "last (%)"
-better = "FedProx"
-worse = ["FedAvg"]
-settings = ["natural, half of them"]
-"""
-
-
-def test_the_queue_begins_with_what_open_claims_wait_for(queued, whole, tmp_path, capsys):
-    """The two seeds that exist are not enough for a look. After three, the rule asks for three more."""
-    (queued / "claims.toml").write_text(CLAIM)
-    table = queued / "tiny/table.toml"
-    table.write_text(table.read_text().replace("[scores]", 'claims = [["FedProx", "FedAvg"]]\n[scores]', 1))
-    output = tmp_path / "o"
-    shutil.copytree(whole, output)
-    for wanted in ("seed 2", "seeds 3, 4, 5"):
-        assert queue_of(queued, output, "missing") == 0
-        listed = capsys.readouterr().out
-        assert re.search("for open claims: 2 jobs of 2 cells", listed)
-        jobs = re.findall(r"min  tiny/table  (.+)", listed)
-        served = f"  {wanted}  for Nobody: FedProx over FedAvg"
-        assert sorted(jobs[:2]) == [f"natural, half of them  {method}{served}" for method in ("FedAvg", "FedProx")]
-        assert jobs[2].startswith("later")
-        assert re.search(r"open claims, and .*\n +0.0 h  Nobody: FedProx is better than FedAvg.", listed)
-        run = ["run", "tiny/table", f"--tables={queued}", f"--output={output}", "--rows=natural", "--seeds=3"]
-        assert main([*run, "--no-progress"]) == 0
-        capsys.readouterr()
-
-
-@pytest.mark.parametrize(
-    "on_ctrl_c", [signal.default_int_handler, signal.SIG_IGN]
-)  # a job in the background ignores it
-def test_the_budget_stops_the_queue_like_ctrl_c(on_ctrl_c, queued, tmp_path, monkeypatch, capsys):
-    """The job in progress is saved. The next call completes it, with the results of an uninterrupted run."""
-    folders = tmp_path / "whole", tmp_path / "parts"
-    queue_of(queued, folders[0], "run", "--missing", "--no-progress")
-    with monkeypatch.context() as patch:
-        patch.setattr("signal.setitimer", lambda *timer: None)  # the first sweep raises the alarm instead of a timer
-        sweep = fd.Simulation.sweep
-
-        def with_alarm(self, *arguments, **options):
-            signal.raise_signal(signal.SIGALRM)
-            return sweep(self, *arguments, **options)
-
-        patch.setattr(fd.Simulation, "sweep", with_alarm)
-        before = signal.signal(signal.SIGINT, on_ctrl_c)
-        try:
-            assert queue_of(queued, folders[1], "run", "--missing", "--no-progress", "--budget=2m") == 0
-        finally:
-            signal.signal(signal.SIGINT, before)
-    assert "the budget is used up" in capsys.readouterr().out
-    assert queue_of(queued, folders[1], "run", "--missing", "--no-progress") == 0
-    of_whole, of_parts = (series(read(folder, "FedProx")) for folder in folders)
-    assert of_whole == of_parts
-
-
-def test_an_estimate_uses_the_measured_rate(queued, tmp_path):
-    output = tmp_path / "o"
-    tables = papers.read_tables(queued, ["tiny/table"])
-    queue_of(queued, output, "run", "--missing", "--no-progress")
-    other, file = (output / "tiny/table" / name / "FedAvg.jsonl" for name in ("later", "natural-half-of-them"))
-    other.write_text(re.sub(r'"seconds":[0-9.]+', '"seconds":0', other.read_text()))  # they have no rate
-    runs = [json.loads(line) for line in file.read_text().splitlines()]
-    for rate in (1, 10):
-        lines = [
-            json.dumps(run | {"seconds": 60.0 * rate * run["together"], "options": run["options"]}) for run in runs[:2]
-        ]
-        file.write_text("\n".join(lines) + "\n")
-        (job,) = [job for job in queue.missing(tables, output) if job.cell.method == "FedAvg" and not job.obstacle]
-        assert job.seeds == [2] and job.minutes == pytest.approx(rate)
-
-
-@pytest.mark.parametrize("text, seconds", [("90s", 90), ("150m", 9000), ("2.5h", 9000)])
-def test_a_budget_is_a_duration(text: str, seconds: float) -> None:
-    assert queue.seconds_of(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "150", "m", "-3m", "nanh", "infs"])
-def test_an_invalid_budget_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="--budget must be a number of seconds, minutes or hours such as 150m"):
-        queue.seconds_of(text)

@@ -1,10 +1,11 @@
-"""The command line: `python -m experiments.tables list`, `run` and `report`. Start it in the project's root folder."""
+"""The command line: `python -m experiments.tables list`, `run`, `queue`, `report`. Start it in the project's root."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import functools
+import math
 import shlex
 import sys
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import jax
 
 import fedjax_drift as fd
 from experiments import pages
-from experiments.tables import claims, papers, queue, report, runner
+from experiments.tables import claims, crew, papers, report, runner
 from experiments.tables.claims import Claim
 from experiments.tables.papers import Cell, Table
 
@@ -24,13 +25,18 @@ examples:
   python -m experiments.tables list
   python -m experiments.tables run feddc/table1 --rows mnist --seeds 3
   python -m experiments.tables run fedadc/figure1 --methods SlowMo,FedAvg --tune
+  python -m experiments.tables queue --list --output experiments/results
+  python -m experiments.tables queue --hours 3 --output experiments/results
   python -m experiments.tables report feddc/table1
   python -m experiments.tables report --all --results experiments/results
 
 run skips finished runs. The results are in OUTPUT/<paper>/<table>/<setting>/,
 one file per method with one line per seed. The same command resumes a run that
-was stopped. After Ctrl-C no rounds are lost. If the process is killed, about
-the last half minute of work is lost.
+was stopped. After Ctrl-C no rounds are lost. If the process is killed, half a
+minute of work is lost, and at most one round more.
+
+queue runs what is missing, one process a core, at low priority. It starts with
+what decides most claims an hour.
 
 report writes RESULTS/<paper>/<table>.md (our numbers, the numbers of the paper,
 and how each cell was run) and <table>.png (the curves). With --all it also
@@ -43,8 +49,8 @@ fills in the numbers of docs/papers.md and of other pages.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code.
 
-    The exit code is 0, or 130 after Ctrl-C. It is 1 if no cell of a table could be run, if a table has no results, or
-    if another process runs the queue.
+    The exit code is 0, or 130 after Ctrl-C, or 143 if SIGTERM stopped the queue. It is 1 if no cell of a table could be
+    run, if a table has no results, if a job of the queue failed, or if another process runs the queue.
     """
     parser = _parser()
     args = parser.parse_args(argv)
@@ -56,17 +62,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "list":
         print(report.listing(tables, [args.output, args.tables / "results"]))
         return 0
-    if args.command == "missing":
-        claimed = _claims(args)
-        jobs = queue.missing(tables, args.output, claimed, lambda text: print(text, file=sys.stderr))
-        print(f"without a result in {args.output}:")
-        print(queue.listing(jobs, claimed))
-        return 0
+    if args.command == "queue":
+        return _queue(args, tables)
     if args.command == "run":
-        if args.missing:
-            return _run_missing(args, tables)
-        if not args.names or args.budget is not None:
-            parser.error("run needs names of tables, or --missing; --budget is for --missing")
+        if not args.names:
+            parser.error("run needs names of tables, got none: `list` shows them, and `queue` runs all")
         return _run(args, list(zip(tables, cells, strict=True)))
     if args.all == bool(args.names):
         parser.error("report needs names of tables or --all, got " + ("both" if args.all else "neither"))
@@ -93,18 +93,16 @@ def _run(args: argparse.Namespace, tables: Sequence[tuple[Table, list[Cell]]]) -
     return 0
 
 
-def _run_missing(args: argparse.Namespace, tables: Sequence[Table]) -> int:
-    progress, say = False if args.no_progress else None, functools.partial(print, flush=True)
+def _queue(args: argparse.Namespace, tables: Sequence[Table]) -> int:
+    claimed, say = _claims(args), functools.partial(print, flush=True)
+    if args.list:
+        print(crew.listed(tables, args.output, claimed, lambda text: print(text, file=sys.stderr)))
+        return 0
     try:
-        ended = queue.run_missing(tables, args.output, _claims(args), args.budget, say, progress)
+        return crew.run(tables, args.output, claimed, args.hours, say)
     except runner.BusyError as error:
         print(error, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("interrupted: the same command resumes from here")
-        return 130
-    print("the budget is used up: the same command resumes from here" if ended else "nothing is left to run here")
-    return 0
 
 
 def _claims(args: argparse.Namespace) -> list[Claim]:
@@ -146,26 +144,26 @@ def _parser() -> argparse.ArgumentParser:
         "list", parents=[shared], help="list the tables, with the number of cells that have been run"
     )
     run = commands.add_parser("run", parents=[shared], help="run tables, or parts of them")
-    absent = commands.add_parser(
-        "missing",
-        parents=[shared],
-        help="list what has not been run, with estimated times, and the claims that wait for it",
-    )
+    waiting = commands.add_parser(
+        "queue", parents=[shared], help="run what is missing, the most valuable cells first, on all cores",
+        description="Runs what has no result, or fewer seeds than the rule asks for. It starts with what decides most "
+        "claims an hour. Each core has a process, at the lowest priority. They save every half minute. The queue may "
+        "be stopped or killed at any time, and the same command continues.",
+    )  # fmt: skip
     pages = commands.add_parser("report", parents=[shared], help="write the pages about tables from their results")
-    for command in (listing, run, absent):
+    for command in (listing, run, waiting):
         command.add_argument(
             "--output", metavar="DIR", type=Path, default=OUTPUT, help="folder of the results (%(default)s)"
         )
 
     run.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table>, as shown by list")
-    run.add_argument(
-        "--missing", action="store_true", help="run what is missing of these tables (default: of all), the most "
-        "valuable cells first (those that open claims wait for), at low priority; `missing` shows the list",
+    waiting.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table> (default: all)")
+    either = waiting.add_mutually_exclusive_group()
+    either.add_argument("--hours", metavar="N", type=_hours, help="save and stop after N hours (default: no limit)")
+    either.add_argument(
+        "--list", action="store_true", help="run nothing; list the jobs that are left, their minutes, and the claims "
+        "that wait for them",
     )  # fmt: skip
-    run.add_argument(
-        "--budget", metavar="TIME", type=_seconds, help="with --missing: stop after this time, such as 150m or 2h",
-    )  # fmt: skip
-    absent.add_argument("names", nargs="*", metavar="NAME", help="<paper>/<table> (default: all)")
     for flag, text in (
         (
             "--rows",
@@ -205,11 +203,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _seconds(text: str) -> float:
-    try:
-        return queue.seconds_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _hours(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return float(text)
+    raise argparse.ArgumentTypeError(
+        f"--hours must be a number > 0, got {text!r}: pass 0.5 for half an hour, or leave it out for no limit"
+    )
 
 
 if __name__ == "__main__":

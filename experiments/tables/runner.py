@@ -45,7 +45,7 @@ from experiments.tables.tuning import (
     write_tuned,
 )
 
-SAVE_SECONDS = 30.0  # the time between two saves
+SAVE_SECONDS = 25.0  # the time between two saves. A save takes a moment, and a kill then loses less than half a minute
 TARGET_SECONDS = 30.0  # a cell with a target checks about this often whether all seeds have reached it
 DATA_OPTIONS = (
     "dataset",
@@ -59,6 +59,7 @@ DATA_OPTIONS = (
     "validation",
     "standardize",
 )
+BUSY = "another process is running it"
 TUNING_SEED = 1_000_000  # the seed of the tuning runs, which no reported run has
 
 
@@ -107,7 +108,7 @@ def run_cells(
         title = f"{number}/{len(cells)}  {cell.setting}  {cell.method}"
         with locked(_partial(cell, output)) as is_ours, fd.stop_on_interrupt() as stop:
             if not is_ours:
-                say(f"{title}: another process is running it")
+                say(f"{title}: {BUSY}")
                 continue
             try:
                 check_tuned(table, cell, output)
@@ -169,6 +170,12 @@ def unfinished(cell: Cell, output: Path, seeds: Iterable[int]) -> list[int]:
             )
     complete = {seed for seed, result in results.items() if result.reached or result.rounds >= rounds}
     return [seed for seed in seeds if seed not in complete]
+
+
+def saved_round(cell: Cell, output: Path, seed: int) -> int:
+    """Returns the last round of an unfinished run that is saved, 0 if none is."""
+    folder = _partial(cell, output) / f"seed-{seed}"
+    return max(fd.Checkpoints(folder).rounds, default=0) if folder.is_dir() else 0
 
 
 def _add_results(cell: Cell, output: Path, new: dict[int, Result]) -> dict[int, Result]:
