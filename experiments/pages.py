@@ -116,6 +116,8 @@ def functions_of(experiments: Path = EXPERIMENTS) -> dict[str, Callable[..., Any
         value, low, high = (format(x, f".{digits}f") for x in (answer.gap.value, answer.gap.low, answer.gap.high))
         if not answer.seeds:
             return f"{value} (too few seeds)"
+        if answer.gap.low == answer.gap.high:
+            return f"{value} (the same in {answer.seeds} seeds: no test)"
         bound = ", a bound" if "a bound" in answer.text else ""
         if claim is not None and claim.decided and claim.word != "equal":
             value = f"**{value}**"
@@ -146,8 +148,8 @@ def functions_of(experiments: Path = EXPERIMENTS) -> dict[str, Callable[..., Any
         return tables[table].settings[setting].published[score][method].text
 
     def means(table: str, score: str, settings: Sequence[str], methods: Sequence[str], spread: bool = False) -> str:
-        """A table of means over all seeds, with the published numbers in parentheses."""
-        lines = [f"| | {' | '.join(methods)} |", "|---|" + "---:|" * len(methods)]
+        """A table of means over all seeds, with the published numbers in parentheses, and the numbers of seeds."""
+        lines = [f"| | {' | '.join(methods)} | seeds |", "|---|" + "---:|" * len(methods) + "---|"]
         for setting in settings:
             numbers = tables[table].settings[setting].printed.get(score, {})
             row = [
@@ -155,25 +157,39 @@ def functions_of(experiments: Path = EXPERIMENTS) -> dict[str, Callable[..., Any
                 + (f" ({numbers[method].text})" if method in numbers else "")
                 for method in methods
             ]
-            lines.append(f"| {setting} | {' | '.join(row)} |")
+            seeds = {len(results[table].get(setting, {}).get(method, {})) for method in methods} - {0} or {0}
+            lines.append(
+                f"| {setting} | {' | '.join(row)} | {' to '.join(map(str, sorted({min(seeds), max(seeds)})))} |"
+            )
         return "\n".join(lines)
 
-    def gaps(table: str, score: str, settings: Sequence[str], better: str, worse: Sequence[str]) -> str:
-        """A table of how much a method is better than others."""
-        lines = [f"| {better} better than | {' | '.join(worse)} |", "|---|" + "---|" * len(worse)]
-        for setting in settings:
-            lines.append(f"| {setting} | {' | '.join(gap(table, setting, score, better, other) for other in worse)} |")
+    def gaps(table: str, score: str, settings: Sequence[str], better: str | Sequence[str], worse: Sequence[str]) -> str:
+        """A table of how much a method is better than others, a row for each setting; or, with several methods in
+        ``better``, a row for each of them."""
+        betters = [better] if isinstance(better, str) else better
+        head = f"{better} minus" if isinstance(better, str) else "minus"
+        lines = [f"| {head} | {' | '.join(worse)} |", "|---|" + "---|" * len(worse)]
+        for setting, method in itertools.product(settings, betters):
+            row = [gap(table, setting, score, method, other) for other in worse]
+            lines.append(f"| {setting if len(betters) == 1 else method} | {' | '.join(row)} |")
         return "\n".join(lines)
 
     def claims_of(paper: str) -> str:
-        """A table of the claims of a paper with their verdicts."""
+        """A table of the claims of a paper with their verdicts, and a line about those that have not been run."""
         lines = ["| claim | whose data | verdict | evidence |", "|---|---|---|---|"]
-        return "\n".join([*lines, *(f"| {row}" for name, _, row in _rows(claimed, tested) if name == paper)])
+        lines += [f"| {row}" for name, _, row in _rows(claimed, tested) if name == paper]
+        absent = [claim for claim, answers in zip(claimed, tested, strict=True) if not answers]
+        where = [
+            f"{claim.paper.partition(', ')[2]} on {claim.data}" for claim in absent if claim.paper.startswith(paper)
+        ]
+        rest = dict.fromkeys(each.replace("on stand-in:", "on the stand-in") for each in where)
+        return "\n".join(lines) + (f"\n\nClaims of these have not been run: {'; '.join(rest)}." if rest else "")
 
     def headlines() -> str:
-        """A table of the headline claims with their verdicts."""
+        """A table of the headline claims with their verdicts, also of those that have not been run."""
         lines = ["| paper | claim | whose data | verdict | evidence |", "|---|---|---|---|---|"]
-        return "\n".join([*lines, *(f"| {name} | {row}" for name, first, row in _rows(claimed, tested) if first)])
+        rows = _rows(claimed, tested, absent=True)
+        return "\n".join([*lines, *(f"| {name} | {row}" for name, first, row in rows if first)])
 
     def counted() -> str:
         """A table of the numbers of claims with each answer."""
@@ -204,8 +220,13 @@ def functions_of(experiments: Path = EXPERIMENTS) -> dict[str, Callable[..., Any
     return {each.__name__: each for each in made}
 
 
-def _rows(claimed: Sequence[claims.Claim], tested: Sequence[claims.Tested]) -> Iterator[tuple[str, bool, str]]:
-    """Yields (paper, whether it is a headline, row of a table). A claim about several methods is one row."""
+def _rows(
+    claimed: Sequence[claims.Claim], tested: Sequence[claims.Tested], absent: bool = False
+) -> Iterator[tuple[str, bool, str]]:
+    """Yields (paper, whether it is a headline, row of a table). A claim about several methods is one row.
+
+    absent: also the claims that have not been run.
+    """
 
     def same(pair: tuple[claims.Claim, claims.Tested]) -> tuple[str, ...]:
         claim = pair[0]
@@ -214,6 +235,8 @@ def _rows(claimed: Sequence[claims.Claim], tested: Sequence[claims.Tested]) -> I
 
     for (paper, data, table, text), group in itertools.groupby(zip(claimed, tested, strict=True), same):
         pairs = list(group)
+        if not absent and not any(answers for _, answers in pairs):
+            continue
         words = [(claim.worse, claims.verdict(claim, answers)) for claim, answers in pairs]
         verdict = "; ".join(f"{worse}: {word}" for worse, word in words) if len(pairs) > 1 else words[0][1]
         name, _, where = paper.partition(", ")

@@ -221,7 +221,7 @@ def verdict(found: dict[str, Answer | None]) -> str:
     names = {"holds": "holds", "does not hold": "fails", "equal": "equal"}
     n = len(words)
     said = [f"{name} in {words.count(word)} of {n}" if n > 1 else name for word, name in names.items() if word in words]
-    return ", ".join(said) or "open"
+    return ", ".join(said) or ("open" if any(found.values()) else "not run")
 
 
 def rows() -> list[str]:
@@ -267,7 +267,7 @@ def of_page() -> dict[str, Any]:
         for entry, other, of_claim in found:
             asked = entry["table"], entry["score"], entry["better"], other
             if asked == (table, score, better, worse) and setting in of_claim:
-                return of_claim[setting][1] if of_claim[setting] else "open"
+                return of_claim[setting][1] if of_claim[setting] else "not run"
         return "open"
 
     def word(*question: str) -> str:
@@ -280,11 +280,10 @@ def of_page() -> dict[str, Any]:
         value, *interval = re.findall(r"[+-][0-9.]+", result[0])
         value = value.lstrip("+")
         if same := re.search(r"for each of ([0-9]+)", result[0]):
-            interval, seeds = [value, value], same[1]
-        elif not interval:
+            return f"{value} (the same in {same[1]} seeds: no test)"
+        if not interval:
             return f"{value} (too few seeds)"
-        else:
-            (seeds,) = re.findall(r"\], ([0-9]+)", result[0])
+        (seeds,) = re.findall(r"\], ([0-9]+)", result[0])
         bound = ", a bound" * ("a bound" in result[0])
         significant = decided(table, setting, score, better, worse) in ("holds", "does not hold")
         low, high = (each.lstrip("+") for each in interval)
@@ -304,24 +303,28 @@ def of_page() -> dict[str, Any]:
         spec = TABLES[table]["settings"][setting]
         return published(table, setting, score) if "printed" in spec else {}
 
-    def table_of(head: list[str], rows: list[list[str]], right: bool) -> str:
-        lines = [
-            f"| {' | '.join(head)} |".replace("|  |", "| |"),
-            "|---|" + ("---:|" if right else "---|") * len(head[1:]),
-        ]
+    def table_of(head: list[str], rows: list[list[str]], marks: str) -> str:
+        lines = [f"| {' | '.join(head)} |".replace("|  |", "| |"), "|---|" + marks]
         return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
     def means(table: str, score: str, settings: list[str], methods: list[str], spread: bool = False) -> str:
         rows = []
         for setting in settings:
-            numbers = own(table, setting, score)
-            texts = {m: f" ({number})" for m, number in numbers.items()}
-            rows.append([setting, *(mean(table, setting, score, m, spread) + texts.get(m, "") for m in methods)])
-        return table_of(["", *methods], rows, True)
+            texts = {m: f" ({number})" for m, number in own(table, setting, score).items()}
+            seeds = [n for m in methods if (n := len(read(*source(table, setting)[:2], m)))] or [0]
+            few = f"{min(seeds)}" if min(seeds) == max(seeds) else f"{min(seeds)} to {max(seeds)}"
+            row = [mean(table, setting, score, m, spread) + texts.get(m, "") for m in methods]
+            rows.append([setting, *row, few])
+        return table_of(["", *methods, "seeds"], rows, "---:|" * len(methods) + "---|")
 
-    def gaps(table: str, score: str, settings: list[str], better: str, worse: list[str]) -> str:
-        rows = [[setting, *(gap(table, setting, score, better, other) for other in worse)] for setting in settings]
-        return table_of([f"{better} better than", *worse], rows, False)
+    def gaps(table: str, score: str, settings: list[str], better: str | list[str], worse: list[str]) -> str:
+        one = isinstance(better, str)
+        pairs = [(setting, method) for setting in settings for method in ([better] if one else better)]
+        rows = [
+            [setting if one else method, *(gap(table, setting, score, method, other) for other in worse)]
+            for setting, method in pairs
+        ]
+        return table_of([f"{better} minus" if one else "minus", *worse], rows, "---|" * len(worse))
 
     def verdicts(wanted: str | None) -> str:
         """The rows of the claims of a paper, or of all headlines."""
@@ -337,22 +340,33 @@ def of_page() -> dict[str, Any]:
             verdicts = [f"{worse}: {verdict(each)}" if several else verdict(each) for worse, each in same]
             stand_in = entry["data"].startswith("stand-in")
             known = any(any(each.values()) for _, each in same)
+            if not known and wanted is not None:
+                continue
             rows.append([paper] * (wanted is None) + [
                 text, entry["data"] if stand_in else f"the paper's: {entry['data']}",
                 "; ".join(verdicts) + " (stand-in)" * stand_in,
                 f"[{where}](../experiments/results/{entry['table']}.md)" if known else where,
             ])  # fmt: skip
-        return table_of(["paper"] * (wanted is None) + ["claim", "whose data", "verdict", "evidence"], rows, False)
+        head = ["paper"] * (wanted is None) + ["claim", "whose data", "verdict", "evidence"]
+        shown = table_of(head, rows, "---|" * len(head[1:]))
+        if wanted is None:
+            return shown
+        absent = [
+            f"{entry['paper'].partition(', ')[2]} on {entry['data'].replace('stand-in:', 'the stand-in')}"
+            for entry, _, each in found if entry["paper"].startswith(wanted) and not any(each.values())
+        ]  # fmt: skip
+        rest = "; ".join(dict.fromkeys(absent))
+        return shown + f"\n\nClaims of these have not been run: {rest}." * bool(rest)
 
     def counted() -> str:
         counts: dict[tuple[str, str], list[str]] = {}
         for entry, _, of_claim in found:
             kinds = [kind for kind in ("stand-in", "identical clients") if kind in entry["data"]]
             key = entry["paper"].partition(",")[0], kinds[0] if kinds else "the paper's"
-            counts.setdefault(key, []).extend(each[1] if each else "open" for each in of_claim.values())
-        names = ("holds", "does not hold", "equal", "open")
+            counts.setdefault(key, []).extend(each[1] if each else "not run" for each in of_claim.values())
+        names = ("holds", "does not hold", "equal", "open", "not run")
         lines = [[*key, str(len(words)), *(str(words.count(name)) for name in names)] for key, words in counts.items()]
-        head = "| paper | data | claims in a setting | hold | fail | equal | open |\n|---|---|---:|---:|---:|---:|---:|"
+        head = "| paper | data | comparisons | hold | fail | equal | open | not run |\n|---|---|" + "---:|" * 6
         return "\n".join([head, *(f"| {' | '.join(line)} |" for line in lines)])
 
     def cells() -> str:
@@ -369,7 +383,7 @@ def of_page() -> dict[str, Any]:
         rows = [[paper, *(sum(n >= least for n in of.values()) for least in (0, 1, 3))] for paper, of in counts.items()]
         rows.append(["all", *(sum(row[k] for row in rows) for k in (1, 2, 3))])
         head = ["paper", "cells with a printed number", "run at full scale", "with 3 seeds or more"]
-        return table_of(head, [list(map(str, row)) for row in rows], True)
+        return table_of(head, [list(map(str, row)) for row in rows], "---:|" * 3)
 
     def data(file: str) -> Any:
         return json.loads((HERE / "results" / file).read_text())

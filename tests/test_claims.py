@@ -45,7 +45,7 @@ def a_claim(**options) -> Claim:
     [
         ("+??", "holds in 1 of 3"), ("+-?", "holds in 1 of 3, fails in 1 of 3"),
         ("--=", "fails in 2 of 3, equal in 1 of 3"), ("===", "equal in 3 of 3"), ("???", "open"), ("+", "holds"),
-        ("", "open"),
+        ("", "not run"),
     ],
 )  # fmt: skip
 def test_a_verdict_says_in_how_many_settings_the_claim_holds(words: str, expected: str) -> None:
@@ -54,7 +54,7 @@ def test_a_verdict_says_in_how_many_settings_the_claim_holds(words: str, expecte
     assert claims.verdict(claim, tested) == expected
     weak = {setting: verdict._replace(significant=False) for setting, verdict in tested.items()}
     equal = f"equal in {words.count('=')} of 3"
-    assert claims.verdict(claim, weak) == (equal if "=" in words else "open")
+    assert claims.verdict(claim, weak) == (equal if "=" in words else "open" if words else "not run")
     page = "\n".join(claims.section([claim._replace(note="Why not.")], [tested]))
     assert f"| stand-in: ours for theirs | {'s: ' if words else ''}" in page and f"| {expected} |" in page
     assert ("Why not." in page) == ("fails" in expected)

@@ -40,7 +40,7 @@ from experiments.tables.comparison import Comparison, Runs, Verdict, compare, lo
 from experiments.tables.papers import Cell, Table, check_name
 
 FILE = "claims.toml"
-VERDICTS = {"holds": "holds", "does not hold": "fails", "equal": "equal", "open": "open"}  # words of a comparison
+VERDICTS = {"holds": "holds", "does not hold": "fails", "equal": "equal", "open": "open", "": "not run"}
 Results = Mapping[str, Mapping[str, Runs]]  # of a table: setting -> method -> seed -> result
 THE_RULE = """\
 Methods are compared by the differences between runs with the same seed. The first look is after the seeds that the \
@@ -216,19 +216,22 @@ def _with_harm(answer: Comparison, harm: Comparison | None) -> Comparison:
 
 
 def word(tested: Verdict | None) -> str:
-    """The answer in one setting: "holds", "fails", "equal" or "open"."""
-    if tested is None or not tested.decided:
-        return "open"
-    return VERDICTS[tested.word]
+    """The answer in one setting: one of the values of `VERDICTS`."""
+    if tested is None:
+        return "not run"
+    return VERDICTS[tested.word] if tested.decided else "open"
 
 
 def verdict(claim: Claim, tested: Tested) -> str:
-    """In how many of its settings the claim holds, fails, and in how many the methods are equal; "open" if in none."""
+    """In how many of its settings the claim holds, fails, and in how many the methods are equal.
+
+    If there is none: "open", or "not run" if it has not been run in any setting.
+    """
     words = [word(tested.get(setting)) for setting in claim.settings]
     n = len(words)
     counts = [(each, words.count(each)) for each in ("holds", "fails", "equal")]
     said = [each if n == 1 else f"{each} in {count} of {n}" for each, count in counts if count]
-    return ", ".join(said) or "open"
+    return ", ".join(said) or ("open" if tested else "not run")
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -242,10 +245,10 @@ def section(claims: Sequence[Claim], tested: Sequence[Tested]) -> Iterator[str]:
     yield from (
         "Each line is a claim of a paper. The evidence is by how much the first method is better in each setting, with "
         "the confidence interval over seeds. The verdict says in how many settings the claim holds and fails, and in "
-        "how many the methods are equal. All other settings are open. The runs of a setting use one partition, unless "
-        "the evidence counts partitions. Differences are in rounds or in percentage points. D1 and D2 are "
-        "Dirichlet(0.6) and Dirichlet(0.3). With partial participation, every client takes part in a round with "
-        "probability 0.15. A stand-in is data that replaces the paper's.",
+        "how many the methods are equal. All other settings are open, or have not been run. The runs of a setting use "
+        "one partition, unless the evidence counts partitions. Differences are in rounds or in percentage points. D1 "
+        "and D2 are Dirichlet(0.6) and Dirichlet(0.3). With partial participation, every client takes part in a round "
+        "with probability 0.15. A stand-in is data that replaces the paper's.",
         "",
         THE_RULE,
         "",
@@ -268,12 +271,12 @@ def section(claims: Sequence[Claim], tested: Sequence[Tested]) -> Iterator[str]:
 
 
 def counted(claims: Sequence[Claim], tested: Sequence[Tested]) -> list[str]:
-    """A table with the number of settings with each answer, for each paper and kind of data."""
+    """A table with the number of comparisons (a claim in a setting) with each answer, by paper and kind of data."""
     counts: dict[tuple[str, str], list[str]] = {}
     for claim, answers in zip(claims, tested, strict=True):
         words = [word(answers.get(setting)) for setting in claim.settings]
         counts.setdefault((claim.paper.partition(",")[0], claim.kind), []).extend(words)
-    lines = ["| paper | data | claims in a setting | hold | fail | equal | open |", "|---|---|" + "---:|" * 5]
+    lines = ["| paper | data | comparisons | hold | fail | equal | open | not run |", "|---|---|" + "---:|" * 6]
     for (paper, kind), words in counts.items():
         numbers = [words.count(each) for each in VERDICTS.values()]
         lines.append(f"| {paper} | {kind} | {len(words)} | " + " | ".join(map(str, numbers)) + " |")
