@@ -377,7 +377,7 @@ def of_page() -> dict[str, Any]:
                 nested = any(isinstance(value, dict) for value in numbers.values())
                 for method in {m for each in numbers.values() for m in each} if nested else numbers:
                     where = source(name, setting)[:2]
-                    of_paper = counts.setdefault(TABLES[name]["paper"].partition(" (")[0], {})
+                    of_paper = counts.setdefault(re.split(r" \(|,", TABLES[name]["paper"])[0], {})
                     seeds = len(read(*where, method)) * (spec.get("scale", "full") == "full")
                     of_paper[*where, method] = max(seeds, of_paper.get((*where, method), 0))
         rows = [[paper, *(sum(n >= least for n in of.values()) for least in (0, 1, 3))] for paper, of in counts.items()]

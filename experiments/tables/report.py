@@ -8,9 +8,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
-import fedjax_drift as fd
 from experiments.tables import claims
 from experiments.tables.claims import Claim, Results
 from experiments.tables.comparison import (
@@ -26,7 +23,8 @@ from experiments.tables.comparison import (
     looks_of,
     values_of,
 )
-from experiments.tables.papers import SCALES, Cell, Printed, Score, Setting, Table, last_number, slug
+from experiments.tables.papers import SCALES, Cell, Printed, Score, Setting, Table
+from experiments.tables.pictures import draw, draw_label_mixes, published_marks
 from experiments.tables.results import Result, read_results, summary
 from experiments.tables.tuning import Tuned, best_of, read_tuned, tuning_score
 
@@ -34,7 +32,6 @@ PRINTED_OR_NOT = (
     "claims that the paper's numbers show",
     "other claims (settings of our own, and claims of the paper's text that its numbers do not show)",
 )
-INITIALS = ("auc", "cka", "kl", "lp")  # abbreviations among the plotted quantities
 ENDED_EARLY = " A run that reached its target ended in that round, before the number of rounds in its command."
 COMMAND = "python -m experiments.tables"
 
@@ -144,7 +141,7 @@ def _caption(table: Table, ours: Results) -> Iterator[str]:
     several = any(len(runs) > 1 for methods in ours.values() for runs in methods.values())
     band = " The band is ± standard deviation over seeds, as in the table." if several else ""
     yield f"Lines are means over seeds. If there are many rounds, they are also means over neighbouring rounds.{band}"
-    marks = [_marks(table, name, methods, 1.0) for name, methods in ours.items()]
+    marks = [published_marks(table, name, methods, 1.0) for name, methods in ours.items()]
     points = [at for of in marks for each in of.values() for at, _ in each]
     if any(at is not None for at in points):
         yield "○ is the published number of rounds to the target. ● is ours, the mean over the seeds that reached it."
@@ -267,94 +264,6 @@ def _not_run(missing: Mapping[str, Sequence[str]]) -> list[str]:
     return [f"- {'; '.join(settings)}: {why}" for why, settings in missing.items()]
 
 
-# --- the picture ------------------------------------------------------------------------------------------------------
-
-
-def draw(table: Table, ours: Results, path: Path) -> bool:
-    """Plots the curves of all settings that were run.
-
-    The paper's numbers are added if they are scores of the plotted entry. If no run has this entry, writes no plot and
-    returns False.
-    """
-    scale = max((score.scale for score in table.scores.values() if score.of == table.picture), default=1.0)
-    scale = 100.0 if "accuracy" in table.picture else scale
-    shown = [method for method in table.methods if any(method in methods for methods in ours.values())]
-    settings = []
-    for name, methods in ours.items():
-        curves = {
-            method: [_curve(run, table.picture, scale) for run in methods.get(method, {}).values()] for method in shown
-        }
-        runs = {method: [curve for curve in of if curve[0]] for method, of in curves.items()}
-        reached = {method: _reached_marks(table, name, of, scale) for method, of in methods.items()}
-        settings.append(fd.plots.Compared(name, runs, _marks(table, name, methods, scale), reached))
-    curves_of_all = (curve for setting in settings for curves in setting.runs.values() for curve in curves)
-    if not any(math.isfinite(value) for _, values in curves_of_all for value in values):
-        return False
-    words = " ".join(word.upper() if word in INITIALS else word for word in table.picture.split("_"))
-    ylabel = words[0].upper() + words[1:] + (" (%)" if scale == 100 else "")
-    limits = (0.0, scale) if "accuracy" in table.picture else None
-    style = fd.plots.Style(band="deviation")  # ± in the table is the same
-    fd.plots.compared(settings, ylabel, path, limits=limits, style=style)
-    return True
-
-
-def draw_label_mixes(table: Table, ours: Results, folder: Path) -> list[Path]:
-    """Plots the labels of the cohorts for each setting, for the first seed of the method that the table names."""
-    mixes = {}
-    for name, methods in ours.items():
-        first = next(iter(methods.get(table.label_mix, {}).values()), None)
-        if first is not None and "label_mix" in first.series:
-            mixes[name] = [{"round": t, "label_mix": mix} for t, mix in zip(*first.series["label_mix"], strict=True)]
-    largest = max((max(record["label_mix"]) for history in mixes.values() for record in history), default=None)
-    written = []
-    for name, history in mixes.items():
-        written.append(folder / f"{table.name}-label-mix-{slug(name)}.png")
-        fd.plots.label_mix(history, written[-1], title=f"Labels of the cohort: {name}", largest=largest)
-    return written
-
-
-def _curve(run: Result, entry: str, scale: float) -> tuple[list[int], list[float]]:
-    if entry not in run.series:
-        return [], []
-    rounds, values = run.series[entry]
-    return list(rounds), [scale * last_number(value) for value in values]
-
-
-def _marks(
-    table: Table, setting: str, methods: Mapping[str, Mapping[int, Result]], scale: float
-) -> dict[str, list[tuple[float | None, float]]]:
-    """Returns the paper's numbers to plot beside our curves, as points (round, value) for each method.
-
-    The round is None if the number does not belong to a round. A number for a fixed round is left out if our runs have
-    fewer rounds.
-    """
-    last = max(run.rounds for runs in methods.values() for run in runs.values())
-    marks: dict[str, list[tuple[float | None, float]]] = {}
-    for name, printed in table.settings[setting].printed.items():
-        score = table.scores[name]
-        if score.of != table.picture or (score.take == "at" and score.round > last):
-            continue
-        for method, number in printed.items():
-            if math.isfinite(number.value):
-                point = {"rounds_to": (number.value, scale * score.target), "at": (score.round, number.value)}
-                marks.setdefault(method, []).append(point.get(score.take, (None, number.value)))
-    return marks
-
-
-def _reached_marks(table: Table, setting: str, runs: Mapping[int, Result], scale: float) -> list[tuple[float, float]]:
-    """Returns a point (round, target) for each target for which the paper prints the number of rounds.
-
-    The round is the mean over our runs that reached the target.
-    """
-    marks = []
-    for score in table.scores.values():
-        if score.take == "rounds_to" and score.of == table.picture and score.name in table.settings[setting].printed:
-            known = [value for value in values_of(score, runs) if math.isfinite(value)]
-            if known:
-                marks.append((float(np.mean(known)), scale * score.target))
-    return marks
-
-
 # --- orderings --------------------------------------------------------------------------------------------------------
 
 
@@ -471,9 +380,12 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
     )
     yield (
         '\nThe column "run" counts cells. A cell is one method in one setting. It has been run if every '
-        'seed has all its rounds or has reached the target. "In part" means that seeds or rounds are missing. '
-        f"{_coverage(everything)}"
+        'seed has all its rounds or has reached the target. "In part" means that seeds or rounds are missing. Other '
+        "cells than those of the next table have been run, too: figures without printed numbers, other data sets that "
+        "stand in for those that are not available here, and settings of our own."
     )
+    results = {table.name: ours for table, ours, _ in everything}
+    yield from ("", *coverage([table for table, *_ in everything], results))
     yield (
         f'\nThe column "difference" compares our numbers with the published ones. It counts the numbers that are '
         f"{BETTER} better, {WORSE} worse, {EQUAL} equal within a margin, and {OPEN} undecided with these seeds. "
@@ -499,23 +411,26 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
     yield from ("", "[orderings.md](orderings.md) lists the claims that were tested.")
 
 
-def _coverage(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> str:
-    """Returns sentences with the numbers of cells that have been run. A cell that several tables share counts once."""
-    published, run = set[Path](), dict[Path, str]()
-    for table, ours, _ in everything:
+def coverage(tables: Sequence[Table], results: Mapping[str, Results]) -> list[str]:
+    """Returns a table of the cells for which a paper prints a number. A cell that several tables share counts once.
+
+    results: those of each table.
+    """
+    counts: dict[str, dict[Path, int]] = {}
+    for table in tables:
         for setting in table.settings.values():
-            methods = {method for printed in setting.printed.values() for method in printed}
-            published |= {cell.file for method, cell in setting.cells.items() if method in methods}
-            for method in ours.get(setting.name, {}):
+            for method in {method for numbers in setting.printed.values() for method in numbers}:
+                seeds = len(results[table.name].get(setting.name, {}).get(method, {})) * (setting.scale == SCALES[0])
+                of_paper = counts.setdefault(table.paper.partition(" (")[0].partition(",")[0], {})
                 file = setting.cells[method].file
-                run[file] = min(run.get(file, SCALES[-1]), setting.scale, key=SCALES.index)
-    counts = [sum(run.get(file) == scale for file in published) for scale in SCALES[:2]]
-    return (
-        f"The papers print a number for {len(published)} cells (a cell that several tables share counts once). Of "
-        f"these, {counts[0]} have a run at full scale and {counts[1]} a reduced one, with fewer rounds. "
-        f"{len(set(run) - published)} other cells have been run: figures without printed numbers, other data sets that "
-        "stand in for those that are not available here, and settings of our own."
-    )
+                of_paper[file] = max(seeds, of_paper.get(file, 0))
+    numbers = {paper: [sum(n >= least for n in of.values()) for least in (0, 1, FIRST)] for paper, of in counts.items()}
+    numbers["all"] = [sum(column) for column in zip(*numbers.values(), strict=True)]
+    lines = [
+        f"| paper | cells with a printed number | run at full scale | with {FIRST} seeds or more |",
+        "|---|" + "---:|" * 3,
+    ]
+    return [*lines, *(f"| {paper} | {' | '.join(map(str, row))} |" for paper, row in numbers.items())]
 
 
 def _marks_of(table: Table, ours: Results) -> str:
