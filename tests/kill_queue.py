@@ -3,14 +3,14 @@
     python tests/kill_queue.py FOLDER [KILLS] [SAVE_SECONDS] [ROUNDS]
 
 The queue runs a small table with three methods and three seeds, whose rounds take about half a second. Each kill ends
-all of its processes at once, with SIGKILL. Most kills are in the middle of the rounds, some while the processes start.
-After the kills the queue runs to its end. Its results must have the same bits as those of a queue that was not killed.
-The results keep all bits here, and the loss of every round.
+all of its processes at once, with SIGKILL. Every fifth kill is while the processes start, the others are in the middle
+of the rounds. After the kills the queue runs to its end. Its results must have the same bits as those of a queue that
+was not killed. The results keep all bits here, and the loss of every round.
 
 A kill loses the work since the last save: `SAVE_SECONDS` (in the queue: `runner.SAVE_SECONDS`), the round in progress,
 and the time of a save. Only the first of these depends on SAVE_SECONDS. Compiling and reading the data again do not
-count. The exit code is 1 if the bits differ, or if a kill lost more than SAVE_SECONDS + 5 s + the longest round. (Those
-of the queue are 25 s, so this is half a minute and a round.)
+count. The exit code is 1 if the bits differ, or if a kill lost more than SAVE_SECONDS + 5 s + the longest round. (The
+queue has SAVE_SECONDS = 25, so this is half a minute and a round.)
 
 The worker processes import this file, too. So they save as often as this file says, and they write a line for each
 round: the time, the process, the run and the round.
@@ -172,7 +172,7 @@ def main(folder: Path, kills: int, save_seconds: float, rounds: int) -> int:
     random.seed(0)
     count, early = 0, 0
     while count < kills:
-        is_early = random.random() < 0.2
+        is_early = count % 5 == 4
         moment = random.uniform(0, 15) if is_early else random.uniform(0, 2.5 * save_seconds)
         if not killed.kill(moment, is_early):
             break  # nothing is left to kill
