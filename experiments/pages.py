@@ -163,10 +163,9 @@ class Evidence:
                 + (f" ({printed[method].text})" if method in printed else "")
                 for method in methods
             ]
-            seeds = {len(runs) for name, runs in self.results[table].get(setting, {}).items() if name in methods} or {0}
-            lines.append(
-                f"| {setting} | {' | '.join(row)} | {' to '.join(map(str, sorted({min(seeds), max(seeds)})))} |"
-            )
+            seeds = [len(self.results[table].get(setting, {}).get(method, {})) for method in methods]
+            several = ", ".join(map(str, seeds)) if len(set(seeds)) > 1 else seeds[0]
+            lines.append(f"| {setting} | {' | '.join(row)} | {several} |")
         return "\n".join(lines)
 
     def gaps(
@@ -174,7 +173,7 @@ class Evidence:
     ) -> str:
         """How much a method is better than others, a row for each setting; or a row for each method in ``better``."""
         one = isinstance(better, str)
-        lines = [f"| {better} minus | " if one else "| minus | ", "|---|" + "---|" * len(worse)]
+        lines = [f"| {better} against | " if one else "| against | ", "|---|" + "---|" * len(worse)]
         lines[0] += " | ".join(worse) + " |"
         for setting, method in itertools.product(settings, [better] if isinstance(better, str) else better):
             row = [self.gap(table, setting, score, method, other) for other in worse]
@@ -190,7 +189,9 @@ class Evidence:
             for claim, answers in zip(self.claims, self.tested, strict=True)
             if claim.paper.startswith(paper) and not answers
         )
-        return "\n".join(lines) + (f"\n\nClaims of these have not been run: {'; '.join(absent)}." if absent else "")
+        return "\n".join(lines) + (
+            f"\n\nSome claims of these have not been run: {'; '.join(absent)}." if absent else ""
+        )
 
     def headlines(self) -> str:
         """The headline claims with their verdicts, also those that have not been run."""
@@ -235,7 +236,7 @@ def _rows(
         if not absent and not any(answers for _, answers in pairs):
             continue
         words = [(claim.worse, claims.verdict(claim, answers)) for claim, answers in pairs]
-        verdict = "; ".join(f"{worse}: {word}" for worse, word in words) if len(pairs) > 1 else words[0][1]
+        verdict = "; ".join(f"vs {worse}: {word}" for worse, word in words) if len(pairs) > 1 else words[0][1]
         name, _, where = paper.partition(", ")
         linked = f"[{where}](../experiments/results/{table}.md)" if any(each for _, each in pairs) else where
         first = pairs[0][0]

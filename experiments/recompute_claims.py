@@ -311,8 +311,8 @@ def of_page() -> dict[str, Any]:
         rows = []
         for setting in settings:
             texts = {m: f" ({number})" for m, number in own(table, setting, score).items()}
-            seeds = [n for m in methods if (n := len(read(*source(table, setting)[:2], m)))] or [0]
-            few = f"{min(seeds)}" if min(seeds) == max(seeds) else f"{min(seeds)} to {max(seeds)}"
+            seeds = [len(read(*source(table, setting)[:2], m)) for m in methods]
+            few = str(seeds[0]) if len(set(seeds)) == 1 else ", ".join(str(n) for n in seeds)
             row = [mean(table, setting, score, m, spread) + texts.get(m, "") for m in methods]
             rows.append([setting, *row, few])
         return table_of(["", *methods, "seeds"], rows, "---:|" * len(methods) + "---|")
@@ -324,7 +324,7 @@ def of_page() -> dict[str, Any]:
             [setting if one else method, *(gap(table, setting, score, method, other) for other in worse)]
             for setting, method in pairs
         ]
-        return table_of([f"{better} minus" if one else "minus", *worse], rows, "---|" * len(worse))
+        return table_of([f"{better} against" if one else "against", *worse], rows, "---|" * len(worse))
 
     def verdicts(wanted: str | None) -> str:
         """The rows of the claims of a paper, or of all headlines."""
@@ -337,7 +337,7 @@ def of_page() -> dict[str, Any]:
                 continue
             several = len(same) > 1
             text = entry["claim"].replace("{worse}", "others" if several else same[0][0])
-            verdicts = [f"{worse}: {verdict(each)}" if several else verdict(each) for worse, each in same]
+            verdicts = [f"vs {worse}: {verdict(each)}" if several else verdict(each) for worse, each in same]
             stand_in = entry["data"].startswith("stand-in")
             known = any(any(each.values()) for _, each in same)
             if not known and wanted is not None:
@@ -356,7 +356,7 @@ def of_page() -> dict[str, Any]:
             for entry, _, each in found if entry["paper"].startswith(wanted) and not any(each.values())
         ]  # fmt: skip
         rest = "; ".join(dict.fromkeys(absent))
-        return shown + f"\n\nClaims of these have not been run: {rest}." * bool(rest)
+        return shown + f"\n\nSome claims of these have not been run: {rest}." * bool(rest)
 
     def counted() -> str:
         counts: dict[tuple[str, str], list[str]] = {}
