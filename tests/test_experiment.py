@@ -338,7 +338,8 @@ def test_a_target_ends_a_cell_early_and_tuning_chooses_its_values(tmp_path, caps
     assert run.reached and run.rounds == 4 and run.series["accuracy"].rounds == [4]
     assert do(place, output, "--tune", "--methods=FedProx") == 0 and "already done" in capsys.readouterr().out
     page = report.page(table, output, report.results_of(table, output), [])
-    assert "FedProx: lr" in page and "(best of 4 combinations after 2 rounds, another seed than those reported)" in page
+    chosen = f"FedProx: lr {best['lr']:g} (of 0.0001, 0.5: at its edge), mu {best['mu']:g} (of 0.1, 1: at its edge)"
+    assert f"{chosen} (best of 4 combinations after 2 of 8 rounds, another seed than those reported)" in page
 
     held_out = text.replace("[tune]", "[tune]\nvalidation = 0.25\nmethods.FedProx = {mu = [0.3]}")
     place, before = with_tables(tmp_path / "held_out", table=held_out), [each.score for each in tried]

@@ -215,7 +215,7 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
             commands.append(f"{next(iter(runs.values())).command}")
             cell = table.settings[name].cells[method]
             if tuned := read_tuned(cell, folder):
-                share, whole = tuned[0].validation, max(run.rounds for run in runs.values())
+                share, whole = tuned[0].validation, cell.options["rounds"]
                 on = f", on {share:.0%} of the training examples" if share else ""
                 chosen = best_of(tuned, tuning_score(table))
                 best = ", ".join(_chosen(option, tuned, chosen[option]) for option in chosen)
