@@ -21,6 +21,7 @@ import fedjax_drift as fd
 from experiments.tables import claims, crew, papers, queue, runner, times, worker
 from experiments.tables.__main__ import main
 from experiments.tables.queue import Job, Question
+from experiments.tables.results import Result, write_results
 from experiments.tables.times import Cost, Machine, Times
 from experiments.tables.worker import Done, Place, Said, Task
 
@@ -87,6 +88,40 @@ def jobs_of(place: Path, output: Path, machine: Machine = HERE) -> list[Job]:
 
 
 # --- what is left, and in which order ---------------------------------------------------------------------------------
+
+
+def test_a_claim_of_one_table_is_corrected_together_with_those_of_others(tmp_path):
+    """Its p-value is significant alone, and not beside two comparisons of another table that have not been run."""
+    place = with_tables(tmp_path / "tables", table=TINY, other=TINY)
+    other = CLAIM.replace("tiny/table", "tiny/other").replace('half of them"]', 'half of them", "never"]')
+    (place / "claims.toml").write_text(CLAIM + other)
+    tables = papers.read_tables(place, ["tiny/table", "tiny/other"])
+    claimed, output = claims.read(place, tables), tmp_path / "o"
+    for method, values in (("FedProx", (0.8, 0.81, 0.82)), ("FedAvg", (0.70, 0.7224, 0.7076))):
+        cell = tables[0].settings["natural, half of them"].cells[method]
+        rest = 8, False, 1.0, 1, "", cell.options, None, "", {}, ""
+        runs = [
+            Result(cell.setting, method, seed, *rest, {"accuracy": papers.Series([8], [value])})
+            for seed, value in enumerate(values)
+        ]
+        write_results(output / cell.file, runs)
+    assert set(queue.answers(claimed, tables, output).values()) == {"open", "not run"}
+    assert "holds" in queue.answers(claimed[:1], tables, output).values()
+    left = queue.missing(tables, output, claimed, Times(output, HERE, lambda text: None), ["tiny/table"])
+    assert {job.table.name for job in left} == {"tiny/table"}
+    waiting = sorted((job.cell.method, job.seeds) for job in left if job.questions)
+    assert waiting == [("FedAvg", (3, 4, 5)), ("FedProx", (3, 4, 5))]
+
+
+def test_the_queue_of_some_tables_knows_the_claims_about_all(queued, inside, tmp_path, monkeypatch):
+    (queued / "tiny/other.toml").write_text(TINY)
+    (queued / "claims.toml").write_text(CLAIM.replace("tiny/table", "tiny/other"))
+    given = []
+    monkeypatch.setattr(crew, "listed", lambda *arguments: given.append(arguments) or "")
+    assert queue_of(queued, tmp_path / "o", "--list") == 0
+    ((tables, _, claimed, _, only),) = given
+    assert [table.name for table in tables] == ["tiny/other", "tiny/table"] and only == ["tiny/table"]
+    assert [claim.table for claim in claimed] == ["tiny/other"]
 
 
 def test_the_queue_runs_headline_settings_first_until_nothing_is_left(queued, inside, tmp_path, capsys):

@@ -16,7 +16,6 @@ import jax
 import fedjax_drift as fd
 from experiments import pages
 from experiments.tables import claims, crew, papers, report, runner
-from experiments.tables.claims import Claim
 from experiments.tables.papers import Cell, Table
 
 OUTPUT = Path("runs/experiments")
@@ -94,20 +93,17 @@ def _run(args: argparse.Namespace, tables: Sequence[tuple[Table, list[Cell]]]) -
 
 
 def _queue(args: argparse.Namespace, tables: Sequence[Table]) -> int:
-    claimed, say = _claims(args), functools.partial(print, flush=True)
+    only, say = [table.name for table in tables], functools.partial(print, flush=True)
+    everything = papers.read_tables(args.tables, papers.table_names(args.tables))
+    claimed = claims.read(args.tables, everything)
     if args.list:
-        print(crew.listed(tables, args.output, claimed, lambda text: print(text, file=sys.stderr)))
+        print(crew.listed(everything, args.output, claimed, lambda text: print(text, file=sys.stderr), only))
         return 0
     try:
-        return crew.run(tables, args.output, claimed, args.hours, say)
+        return crew.run(everything, args.output, claimed, args.hours, say, only)
     except runner.BusyError as error:
         print(error, file=sys.stderr)
         return 1
-
-
-def _claims(args: argparse.Namespace) -> list[Claim]:
-    """The claims about all tables of the folder."""
-    return claims.read(args.tables, papers.read_tables(args.tables, papers.table_names(args.tables)))
 
 
 def _report(args: argparse.Namespace, tables: Sequence[Table]) -> int:
@@ -121,7 +117,9 @@ def _report(args: argparse.Namespace, tables: Sequence[Table]) -> int:
             print(f"{table.name} has no results in {folder}: {report.COMMAND} run {table.name}", file=sys.stderr)
             return 1
     if args.all:
-        print(", ".join(map(str, report.write_index(tables, args.results or committed, _claims(args)))))
+        print(
+            ", ".join(map(str, report.write_index(tables, args.results or committed, claims.read(args.tables, tables))))
+        )
         if args.results is None and args.tables == papers.EXPERIMENTS:
             pages.main()
     return 0

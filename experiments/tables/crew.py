@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -122,12 +122,20 @@ class Crew:
 
     Args:
       say: ``say(text)`` is told each line for people.
+      only: as in `queue.missing`.
     """
 
     def __init__(
-        self, tables: Sequence[Table], output: Path, claimed: Sequence[Claim], times: Times, say: Callable[[str], None]
+        self,
+        tables: Sequence[Table],
+        output: Path,
+        claimed: Sequence[Claim],
+        times: Times,
+        say: Callable[[str], None],
+        only: Container[str] | None = None,
     ) -> None:
         self.tables, self.output, self.claimed, self.times, self._say = tables, output, claimed, times, say
+        self.only = only
         self.began = self.reported = time.monotonic()
         self.jobs: list[Job] = []
         self.workers: list[Worker] = []
@@ -142,7 +150,7 @@ class Crew:
 
     def refresh(self) -> None:
         """Asks what is missing. Jobs that no claim waits for any more are dropped, or come later."""
-        self.jobs = queue.missing(self.tables, self.output, self.claimed, self.times)
+        self.jobs = queue.missing(self.tables, self.output, self.claimed, self.times, self.only)
 
     def run(self, ended: Callable[[], bool]) -> bool:
         """Runs the jobs until none is left, or until ``ended()``. Returns whether none is left."""
@@ -223,7 +231,7 @@ class Crew:
             answers = queue.answers(self.claimed, self.tables, self.output)
             for question in gone:
                 claim = question.claim
-                self.say(f"{answers[question]} in {question.setting}: {claim.paper}: {claim.claim}")
+                self.say(f"{answers[question]} in {question.setting}: {claim.paper}: {claim.text}")
 
     def _waiting(self) -> set[Question]:
         return {question for job in self.jobs for question in job.questions}
@@ -264,7 +272,12 @@ class Crew:
 
 
 def run(
-    tables: Sequence[Table], output: Path, claimed: Sequence[Claim], hours: float | None, say: Callable[[str], None]
+    tables: Sequence[Table],
+    output: Path,
+    claimed: Sequence[Claim],
+    hours: float | None,
+    say: Callable[[str], None],
+    only: Container[str] | None = None,
 ) -> int:
     """Runs the queue at the lowest priority of the operating system, until nothing is left or the time is over.
 
@@ -272,6 +285,7 @@ def run(
 
     Args:
       hours: then the jobs in progress are saved, and the queue stops. None: no limit.
+      only: as in `queue.missing`.
 
     Returns:
       The exit code: 0, or 1 if a job failed, 130 after Ctrl-C, 143 after SIGTERM.
@@ -285,7 +299,7 @@ def run(
             raise runner.BusyError(f"one process at a time can run the queue, got a second one for {output}")
         os.nice(19 - os.nice(0))  # the workers inherit it
         here = machine()
-        crew, complete = Crew(tables, output, claimed, Times(output, here, say), say), False
+        crew, complete = Crew(tables, output, claimed, Times(output, here, say), say, only), False
         try:
             crew.workers = [Worker(place, output) for place in places(here)]
             crew.refresh()
@@ -313,12 +327,16 @@ def run(
 
 
 def listed(
-    tables: Sequence[Table], output: Path, claimed: Sequence[Claim], say: Callable[[str], None]
-) -> str:  # fmt: skip
-    """Returns the text about all jobs that are left. Nothing is run."""
+    tables: Sequence[Table],
+    output: Path,
+    claimed: Sequence[Claim],
+    say: Callable[[str], None],
+    only: Container[str] | None = None,
+) -> str:
+    """Returns the text about all jobs that are left. Nothing is run. only: as in `queue.missing`."""
     here = machine()
     times = Times(output, here, say)
-    jobs = queue.missing(tables, output, claimed, times)
+    jobs = queue.missing(tables, output, claimed, times, only)
     with runner.locked(output / LOCK) as is_ours:
         if is_ours:  # otherwise the process that runs the queue writes the file
             times.save()

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,9 +84,18 @@ class Needs(NamedTuple):
 # --- what is left -----------------------------------------------------------------------------------------------------
 
 
-def missing(tables: Sequence[Table], output: Path, claimed: Sequence[Claim], times: Times) -> list[Job]:
-    """Returns the jobs of the tables, in the order in which they should run; those that cannot run here come last."""
-    cells = {cell.file: (table, cell) for table in tables for cell in _cells(table)}
+def missing(
+    tables: Sequence[Table], output: Path, claimed: Sequence[Claim], times: Times, only: Container[str] | None = None
+) -> list[Job]:
+    """Returns the jobs of the tables, in the order in which they should run; those that cannot run here come last.
+
+    Args:
+      tables: all tables that the claims are about. A claim is corrected together with those about other tables.
+      only: the names of the tables whose jobs are returned. None: all.
+    """
+    cells = {
+        cell.file: (table, cell) for table in tables if only is None or table.name in only for cell in _cells(table)
+    }
     results = {file: read_results(output / file) for file in cells}
     times.learn((cells[file][1], runs) for file, runs in results.items())
     needs, jobs = _needs(tables, output, claimed), []
@@ -155,7 +164,7 @@ def _needs(tables: Sequence[Table], output: Path, claimed: Sequence[Claim]) -> N
             for method in (verdict.a, verdict.b):
                 want(needs.seeds, table.settings[verdict.setting].cells[method], verdict.wanted_seeds)
     by_name = {table.name: table for table in tables}
-    for claim, tested in _evidence(claimed, tables, results):
+    for claim, tested in zip(claimed, claims.evidence(claimed, tables, results), strict=True):
         for setting in claim.settings:
             cells = claims.cells(claim, setting, by_name[claim.table])
             seeds = looks_of(cells).seeds[0]
@@ -164,24 +173,16 @@ def _needs(tables: Sequence[Table], output: Path, claimed: Sequence[Claim]) -> N
                 if tested[setting].decided or seeds == tested[setting].answer.seeds:
                     continue
             for cell in cells:
+                want(needs.seeds, cell, seeds)  # also if the difference is significant without the correction
                 want(needs.for_claims, cell, seeds)
                 needs.questions.setdefault(cell.file, []).append(Question(claim, setting))
     return needs
 
 
-def _evidence(
-    claimed: Sequence[Claim], tables: Sequence[Table], results: Mapping[str, claims.Results]
-) -> Iterator[tuple[Claim, claims.Tested]]:
-    """Yields the claims about these tables with the evidence for each."""
-    names = {table.name for table in tables}
-    asked = [claim for claim in claimed if claim.table in names]
-    yield from zip(asked, claims.evidence(asked, tables, results), strict=True)
-
-
 def answers(claimed: Sequence[Claim], tables: Sequence[Table], output: Path) -> dict[Question, str]:
     """Returns the answer to every claim in each of its settings: "holds", "fails", "equal" or "open"."""
     results = {table.name: report.results_of(table, output) for table in tables}
-    found = _evidence(claimed, tables, results)
+    found = zip(claimed, claims.evidence(claimed, tables, results), strict=True)
     return {Question(claim, s): claims.word(tested.get(s)) for claim, tested in found for s in claim.settings}
 
 
@@ -308,4 +309,4 @@ def _hours_of_claims(jobs: Sequence[Job], claimed: Sequence[Claim]) -> Iterator[
             here = [job for job in waiting if not job.obstacle]
             obstacles = "; ".join(dict.fromkeys(job.obstacle for job in waiting if job.obstacle))
             rest = f" ({len(waiting) - len(here)} of {len(waiting)} jobs not here: {obstacles})" if obstacles else ""
-            yield f"{sum(job.minutes for job in here) / 60:6.1f} h  {claim.paper}: {claim.claim}{rest}"
+            yield f"{sum(job.minutes for job in here) / 60:6.1f} h  {claim.paper}: {claim.text}{rest}"
