@@ -11,11 +11,7 @@ from markdown.preprocessors import Preprocessor
 from mkdocs.structure.files import File
 
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-
-
 LINKS = {"](docs/": "](", "](../docs/": "](../", "](../experiments/": "](experiments/"}  # in the project: on the site
-
-
 MARKS = re.compile(r"<!--= .*?\s-->|<!--/-->", re.DOTALL)  # of experiments/pages.py
 
 

@@ -228,8 +228,7 @@ def _rows(
 
     def same(pair: tuple[claims.Claim, claims.Tested]) -> tuple[str, ...]:
         claim = pair[0]
-        before, _, after = claim.claim.rpartition(claim.worse) if claim.worse else (claim.claim, "", "")
-        return claim.paper, claim.data, claim.table, f"{before}others{after}"
+        return claim.paper, claim.data, claim.table, claim.claim
 
     for (paper, data, table, text), group in itertools.groupby(zip(claimed, tested, strict=True), same):
         pairs = list(group)
@@ -242,7 +241,11 @@ def _rows(
         first = pairs[0][0]
         data = data if first.kind == "stand-in" else f"the paper's: {data}"
         verdict += " (stand-in)" * (first.kind == "stand-in")
-        yield name, first.headline, f"{text if len(pairs) > 1 else first.claim} | {data} | {verdict} | {linked} |"
+        yield (
+            name,
+            first.headline,
+            f"{text.replace('{worse}', 'others') if len(pairs) > 1 else first.text} | {data} | {verdict} | {linked} |",
+        )
 
 
 def main() -> None:

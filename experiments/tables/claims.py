@@ -29,7 +29,6 @@ are corrected together (Holm), those of comparisons that have not been run as p 
 from __future__ import annotations
 
 import math
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -61,7 +60,7 @@ class Claim(NamedTuple):
     """A claim of a paper: in these settings, one method is better than another, or its score is at least a target."""
 
     paper: str
-    claim: str
+    claim: str  # with {worse} in the place of the other method
     data: str  # the paper's, or "stand-in: ours for the paper's"
     table: str
     score: str
@@ -73,6 +72,11 @@ class Claim(NamedTuple):
     without: str = ""  # the run without the drift that harms
     family: str = ""  # default: the paper and the data
     headline: bool = False
+
+    @property
+    def text(self) -> str:
+        """The claim as a sentence."""
+        return self.claim.replace("{worse}", self.worse)
 
     @property
     def short(self) -> str:
@@ -114,10 +118,9 @@ def _claims(entry: dict[str, Any]) -> list[Claim]:
     """The claims of one entry: one for each method in ``worse``."""
     worse = entry.get("worse", "")
     return [
-        Claim(**entry | {"claim": entry["claim"].replace("{worse}", name), "worse": name,
-                         "settings": tuple(entry["settings"])})
+        Claim(**entry | {"worse": name, "settings": tuple(entry["settings"])})
         for name in ([worse] if isinstance(worse, str) else worse)
-    ]  # fmt: skip
+    ]
 
 
 def _check(file: Path, claim: Claim, by_name: Mapping[str, Table]) -> None:
@@ -130,7 +133,7 @@ def _check(file: Path, claim: Claim, by_name: Mapping[str, Table]) -> None:
     for name in (part for entry in claim.settings for part in entry.split(" over ")):
         check_name(f"{file}: setting", name, table.settings)
     if (bool(claim.worse) or all(over)) == math.isfinite(claim.target):
-        raise ValueError(f"{file}: a claim must have either worse or target, got {claim.claim!r}")
+        raise ValueError(f"{file}: a claim must have either worse or target, got {claim.text!r}")
 
 
 def sides(claim: Claim, setting: str) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
@@ -182,27 +185,18 @@ def _answer(claim: Claim, setting: str, table: Table, ours: Results) -> Verdict 
     better, worse = ([ours.get(name, {}).get(method, {}) for name, method in side] for side in sides(claim, setting))
     if not all([*better, *worse]):
         return None
-    score, compared = table.scores[claim.score], cells(claim, setting, table)
-    looks = looks_of(compared)
+    score, looks = table.scores[claim.score], looks_of(cells(claim, setting, table))
     if math.isfinite(claim.target):
         answer = reaches(better[0], score, claim.target)
     else:
-        answer = compare(better, worse, score, looks, _published(claim, table, setting))
+        alike = table.settings.get(setting)  # None: the claim compares two settings
+        gap = math.nan if alike is None else alike.published_gap(claim.score, claim.better, claim.worse)
+        answer = compare(better, worse, score, looks, gap)
     if claim.without:
         without = ours[setting].get(claim.without, {})
         answer = _with_harm(answer, compare([without], worse, score, looks) if without else None)
-    if any(cell.own_partitions for cell in compared):
-        answer = answer._replace(text=re.sub(r"\bseed(s?)\b", r"partition\1", answer.text))
     reached = math.isfinite(claim.target) and answer.word != "open"
     return Verdict(setting, claim.score, claim.better, claim.worse, "-", looks, answer, reached)
-
-
-def _published(claim: Claim, table: Table, setting: str) -> float:
-    """The difference in the paper, NaN if it does not print both numbers."""
-    numbers = table.settings[setting].published.get(claim.score, {}) if setting in table.settings else {}
-    if claim.better not in numbers or claim.worse not in numbers:
-        return math.nan
-    return numbers[claim.better].value - numbers[claim.worse].value
 
 
 def _with_harm(answer: Comparison, harm: Comparison | None) -> Comparison:
@@ -260,7 +254,7 @@ def section(claims: Sequence[Claim], tested: Sequence[Tested]) -> Iterator[str]:
     for claim, answers in zip(claims, tested, strict=True):
         shown = [f"{s}: {answers[s].answer.text}" if s in answers else f"{s}: not run" for s in claim.settings]
         paper = f"[{claim.paper}]({claim.table}.md)" if answers else claim.paper
-        yield f"| {paper} | {claim.claim} | {claim.data} | {'; '.join(shown)} | {verdict(claim, answers)} |"
+        yield f"| {paper} | {claim.text} | {claim.data} | {'; '.join(shown)} | {verdict(claim, answers)} |"
     notes: dict[str, list[str]] = {}
     for claim, answers in zip(claims, tested, strict=True):
         if claim.note and "fails" in verdict(claim, answers):

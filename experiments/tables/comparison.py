@@ -30,6 +30,7 @@ class Looks(NamedTuple):
 
     seeds: tuple[int, ...]
     one: bool  # whether there is one look only
+    unit: str = "seed"  # what is counted: "partition" if every seed has its own one
 
     @property
     def number(self) -> int:
@@ -45,7 +46,8 @@ class Looks(NamedTuple):
 def looks_of(cells: Sequence[Cell]) -> Looks:
     """The looks at a question about these cells: the first one is at all seeds that their table fixed beforehand."""
     first, one = max(FIRST, *(cell.seeds for cell in cells)), any(cell.one_look for cell in cells)
-    return Looks((first,) if one else (first, *(look for look in LATER if look > first)), one)
+    unit = "partition" if any(cell.own_partitions for cell in cells) else "seed"
+    return Looks((first,) if one else (first, *(look for look in LATER if look > first)), one, unit)
 
 
 class Comparison(NamedTuple):
@@ -201,14 +203,16 @@ def compare(
     within += " (a bound: not all reached the target)" if late.any() else ""
     if not seeds:
         mean = fd.statistics.Mean(float(gaps.mean()), math.nan, math.nan)
-        return _open(f"{mean.value:+.{digits}f}, {_count(len(gaps))}{within}", gap=mean)
+        return _open(f"{mean.value:+.{digits}f}, {_count(len(gaps), looks.unit)}{within}", gap=mean)
     gap = fd.statistics.mean(gaps, confidence=looks.confidence)
     equal = margin(score, float(values[:, -1].mean()), published) if len(sides) == 2 else 0.0
     word = _word(gap, equal, late[: len(better)].any(), late[len(better) :].any())
     if not np.ptp(gaps):  # there is no t test
-        text = f"{gap.value:+.{digits}f} for each of {seeds} seeds{within}"
+        text = f"{gap.value:+.{digits}f} for each of {_count(seeds, looks.unit)}{within}"
         return Comparison(word if word == "equal" else "open", text, math.nan, seeds, gap)
-    text = f"{gap.value:+.{digits}f} [{gap.low:+.{digits}f}, {gap.high:+.{digits}f}], {_count(seeds)}{within}"
+    text = (
+        f"{gap.value:+.{digits}f} [{gap.low:+.{digits}f}, {gap.high:+.{digits}f}], {_count(seeds, looks.unit)}{within}"
+    )
     return Comparison(word, text, min(1.0, looks.number * gap.p), seeds, gap)
 
 
@@ -217,8 +221,8 @@ def _open(text: str, seeds: int = 0, gap: fd.statistics.Mean | None = None) -> C
     return Comparison("open", text, math.nan, seeds, nothing if gap is None else gap)
 
 
-def _count(seeds: int) -> str:
-    return f"{seeds} seed{'s' * (seeds > 1)}"
+def _count(number: int, unit: str) -> str:
+    return f"{number} {unit}{'s' * (number > 1)}"
 
 
 def _word(gap: fd.statistics.Mean, equal: float, better_late: bool, worse_late: bool) -> str:

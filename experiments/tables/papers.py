@@ -81,14 +81,8 @@ TABLE_KEYS = {
     "label_mix", "headline", "priority",
 }  # fmt: skip
 SCALES = ("full", "reduced", "stand-in")  # the paper's setting; with fewer rounds; with other data, or our own setting
-REFERENCE_KEYS = {
-    "runs",
-    "as",
-    "printed",
-    "like",
-    "marks",
-    "scale",
-}  # the keys of a setting that refers to another table
+# The keys of a setting that refers to another table.
+REFERENCE_KEYS = {"runs", "as", "printed", "like", "marks", "scale"}
 NOT_OPTIONS = {*REFERENCE_KEYS, "base", "methods", "needs"}  # the keys of a setting that are not options of a run
 TUNE_KEYS = {"rounds", "grid", "methods", "score", "validation"}
 LOCAL_OPTIONS = {field.name for field in fields(fd.LocalTraining)} - {"optimizer"}
@@ -228,10 +222,15 @@ class Setting(NamedTuple):
     name: str
     cells: dict[str, Cell]  # method -> cell
     printed: dict[str, dict[str, Printed]]  # score -> method -> the number in the paper
-    published: dict[str, dict[str, Printed]]  # the same; those of the setting in `like` if it has none of its own
+    published: dict[str, dict[str, Printed]]  # the same, or those of the setting in `like`
     needs: str  # the data or hardware that is needed to run it
     scale: str = "full"  # one of SCALES
     marks: bool = True  # whether differences from the paper are marked; False if our data are another sample
+
+    def published_gap(self, score: str, a: str, b: str) -> float:
+        """The difference of two methods in the paper, NaN if it does not print both numbers."""
+        numbers = self.published.get(score, {})
+        return numbers[a].value - numbers[b].value if a in numbers and b in numbers else math.nan
 
 
 class Printed(NamedTuple):

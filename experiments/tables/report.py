@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -280,13 +279,10 @@ def orderings(table: Table, ours: Results) -> Iterator[Verdict]:
                 continue
             for a, b in pairs:
                 if a in methods and b in methods:
-                    published = setting.published.get(score.name, {})
                     order = _printed_order(setting.printed.get(score.name, {}), a, b, score)
-                    gap = published[a].value - published[b].value if a in published and b in published else math.nan
                     looks = looks_of([setting.cells[a], setting.cells[b]])
+                    gap = setting.published_gap(score.name, a, b)
                     answer = compare([methods[a]], [methods[b]], score, looks, gap)
-                    if setting.cells[a].own_partitions:
-                        answer = answer._replace(text=re.sub(r"\bseed(s?)\b", r"partition\1", answer.text))
                     decided = answer.word in WORDS[:2]
                     yield Verdict(name, score.name, a, b, order, looks, answer, decided)
 
