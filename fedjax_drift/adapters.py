@@ -43,8 +43,6 @@ def linen_fields(
 
     tables: list[int] = []  # the numbers of ids of the tables in which the module looks up its inputs themselves
 
-    parts: dict[tuple[Any, ...], Any] = {}  # the layers, by path
-
     def variables_of(x: jax.Array) -> Any:
         key = jax.random.key(0)  # created while tracing, so that loading a model does not start JAX's backend
         with linen.intercept_methods(note_tables(x)):
@@ -55,8 +53,6 @@ def linen_fields(
         def note(next_call: Any, args: Any, kwargs: Any, context: Any) -> Any:
             if isinstance(context.module, linen.Embed) and any(value is x for value in (*args, *kwargs.values())):
                 tables.append(context.module.num_embeddings)
-            if context.module.scope is not None:
-                parts[context.module.scope.path] = context.module
             return next_call(*args, **kwargs)
 
         return note
@@ -116,7 +112,7 @@ def linen_fields(
         "extractor": method("extractor"),
         "cosine": bool(getattr(module, "cosine", False)),
         "vocabulary": min(tables, default=None),
-        "output_axes": axes.of_layers(parts, variables["params"]),
+        "output_axes": axes.of_layers(layers, variables["params"]),
     }
     if kept is not None:
         fields["statistics"] = Statistics(kept, forward)
