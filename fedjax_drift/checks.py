@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ import numpy as np
 from fedjax_drift.errors import ConfigurationError
 
 MOST = 2**63 - 1  # the default upper bound of an integer: the largest int64
+SMALL = 1e-37  # JAX's float dtypes of 4 and 8 bytes represent SMALL and 1 / SMALL
 LARGE = 2**31 - 1  # messages mention an upper bound if the bound is below LARGE, or if the value exceeds the bound
 # The scheme of an address. pathlib.Path("gs://a") is "gs:/a", and its absolute() is below the working directory. One
 # letter is a drive of Windows.
@@ -63,6 +64,11 @@ def listed(names: Iterable[Any]) -> str:
 def first_line(error: Exception) -> str:
     """The first line of the error's message, or the name of its type."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def refuse(name: str, allowed: str, got: str, fix: str = "") -> NoReturn:
+    """Raises ConfigurationError."""
+    raise ConfigurationError(f"{name} must be {allowed}, got {got}" + (f": {fix}" if fix else ""))
 
 
 def positive(name: str, value: Any, fix: str = "", computed: bool = True) -> float:
@@ -107,11 +113,14 @@ def number(
     """
     if isinstance(value, jax.core.Tracer):
         return value  # type: ignore[return-value]
-    scalar = one_in(value)
+    scalar = value if type(value) is float else one_in(value)
     if isinstance(scalar, bool) or not isinstance(scalar, Real) or not _is_finite(scalar) or not ok(scalar):
-        raise ConfigurationError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
-    result, floats = float(scalar), jnp.finfo(jax.dtypes.canonicalize_dtype(float))
-    if computed and result and not float(floats.tiny) <= abs(result) <= float(floats.max):
+        refuse(name, allowed, shown(value), fix)
+    result = float(scalar)
+    if not computed or not result or SMALL <= abs(result) <= 1 / SMALL:
+        return result
+    floats = jnp.finfo(jax.dtypes.canonicalize_dtype(float))
+    if not float(floats.tiny) <= abs(result) <= float(floats.max):
         becomes = "0" if abs(result) < 1 else "infinite"
         raise ConfigurationError(
             f"{name} must be {allowed} in {floats.dtype}, the dtype that JAX uses, got {shown(value)}, which becomes "
@@ -145,7 +154,7 @@ def integer(name: str, value: Any, low: int, high: float = MOST, fix: str = "") 
         allowed = f"in {low}..{high}"
         if high >= LARGE and (not isinstance(scalar, Integral) or int(scalar) <= high):
             allowed = f"an integer >= {low}"
-        raise ConfigurationError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
+        refuse(name, allowed, shown(value), fix)
     return int(scalar)
 
 
@@ -157,7 +166,7 @@ def used(value: Any) -> bool:
 def flag(name: str, value: Any, fix: str = "") -> bool:
     """Returns the value. Raises ValueError unless it is True or False."""
     if not isinstance(value, bool | np.bool):
-        raise ConfigurationError(f"{name} must be True or False, got {shown(value)}" + (f": {fix}" if fix else ""))
+        refuse(name, "True or False", shown(value), fix)
     return bool(value)
 
 
@@ -198,12 +207,12 @@ def text(name: str, value: Any, fix: str = "") -> str:
     return str(instance(name, value, str, fix))
 
 
-def function(name: str, value: Any, fix: str = "", takes: int | None = None) -> Any:
+def function(name: str, value: Any, fix: str = "", takes: int | None = None, form: str = "") -> Any:
     """Returns the value. Raises ValueError unless it is callable, and accepts its arguments by position.
 
-    takes: the number of arguments, or None if any number is allowed.
+    takes: the number of arguments, or None if any number is allowed. form: for the message, such as "(x, y) -> loss".
     """
-    allowed, got = "a function", shown(value)
+    allowed, got = f"a function {form}".rstrip(), shown(value)
     if callable(value):
         try:  # not the signature of the function inside: a decorator may change the number of arguments
             signature = inspect.signature(value, follow_wrapped=False)
@@ -213,11 +222,11 @@ def function(name: str, value: Any, fix: str = "", takes: int | None = None) -> 
         except ValueError:  # it has no signature, as many builtin functions and all classes like int
             fits = not isinstance(value, type)
         except TypeError:
-            fits, allowed = False, f"a function of {takes} argument{'s' * (takes != 1)}"
+            fits, allowed = False, allowed if form else f"a function of {takes} argument{'s' * (takes != 1)}"
             got = f"{getattr(value, '__name__', type(value).__name__)}{signature}"
         if fits:
             return value
-    raise ConfigurationError(f"{name} must be {allowed}, got {got}" + (f": {fix}" if fix else ""))
+    refuse(name, allowed, got, fix)
 
 
 def fields(value: Any, fix: str = "") -> None:
@@ -238,11 +247,11 @@ def fields(value: Any, fix: str = "") -> None:
             function(f"{kind.__name__}.{name}", field, fix, None if arguments is ... else len(arguments))
 
 
-def instance(name: str, value: Any, kind: type, fix: str = "") -> Any:
-    """Returns the value. Raises ValueError unless it has the type ``kind``."""
+def instance(name: str, value: Any, kind: type, fix: str = "", what: str = "") -> Any:
+    """Returns the value. Raises ValueError unless it has the type ``kind``. what: says this in the message."""
     if not isinstance(value, kind):
-        what = "a string" if kind is str else f"of type {kind.__name__}"
-        raise ConfigurationError(f"{name} must be {what}, got {shown(value)}" + (f": {fix}" if fix else ""))
+        what = what or ("a string" if kind is str else f"of type {kind.__name__}")
+        refuse(name, what, shown(value), fix)
     return value
 
 
@@ -399,7 +408,7 @@ def dtype(name: str, value: Any, allowed: str, ok: Callable[[np.dtype], Any], fi
     except (TypeError, ValueError):
         result = None
     if result is None or result.itemsize > 8 or not ok(result):
-        raise ConfigurationError(f"{name} must be {allowed}, got {shown(value)}" + (f": {fix}" if fix else ""))
+        refuse(name, allowed, shown(value), fix)
     return result
 
 

@@ -36,7 +36,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import checks, tree
+from fedjax_drift import checks, spec, tree
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.tree import PyTree
 
@@ -65,43 +65,43 @@ class Recipe:
         return {name: getattr(value, name) for name in names if getattr(value, name) is not getattr(self.made, name)}
 
 
-def recorded(factory: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a factory. The NamedTuple that it returns then has its recipe in the field ``recipe``.
+def recorded(
+    factory: Callable[P, R], call: Callable[[spec.Declared, dict[str, Any]], Any] = spec.Declared.call
+) -> Callable[P, R]:
+    """Decorates a factory. Its arguments are checked as their annotations declare (`spec`), and the NamedTuple that it
+    returns has its recipe in the field ``recipe``.
 
     The factory must depend on its arguments only, as a function for `jax.jit` must. Its functions may use global
     variables, but a program that was compiled does not notice a new value.
 
-    An argument whose annotation says ``float`` is a number for the program, also if an integer is passed. A 0 is not:
-    it often switches something off (momentum, weight decay), which needs a different program.
+    An argument whose annotation is ``float``, or declares a number, is a number for the program, also if an integer is
+    passed. A 0 is not: it often switches something off (momentum, weight decay), which needs a different program.
+
+    Args:
+      factory: the function.
+      call: ``call(declared, arguments) -> value`` makes the value.
     """
-    signature = inspect.signature(factory)
-    floats = float_parameters(signature)
+    declared = spec.Declared(factory)
 
     @functools.wraps(factory)
     def make(*args: P.args, **kwargs: P.kwargs) -> R:
-        made: Any = factory(*args, **kwargs)
+        given = declared.bind(args, kwargs)
+        made = call(declared, given)
         if not hasattr(made, "recipe"):
             raise ConfigurationError(
                 f"{factory.__name__} must return an fd.Algorithm, or an fd.participation.Participation, got "
                 f"{checks.shown(made)}"
             )
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        arguments = {name: _as_float(value) if name in floats else value for name, value in bound.arguments.items()}
-        return made._replace(recipe=Recipe(make, signature, arguments, made))
+        arguments = {name: _as_float(value) if name in declared.numbers else value for name, value in given.items()}
+        return made._replace(recipe=Recipe(make, declared.signature, arguments, made))
 
-    make.__signature__ = signature  # type: ignore[attr-defined]  # of a factory that is passed without parentheses
+    make.__signature__ = declared.signature  # type: ignore[attr-defined]  # of a factory passed without parentheses
     return make
-
-
-def float_parameters(signature: inspect.Signature) -> set[str]:
-    """The names of the parameters whose annotation says ``float``."""
-    return {name for name, parameter in signature.parameters.items() if "float" in str(parameter.annotation)}
 
 
 def _as_float(value: Any) -> Any:
     """A real number as a Python float, and anything else as it is."""
-    if isinstance(value, jax.core.Tracer | bool):
+    if type(value) is float or isinstance(value, jax.core.Tracer | bool):
         return value
     scalar = checks.one_in(value)
     return float(scalar) if isinstance(scalar, Real) else value

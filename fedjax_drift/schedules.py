@@ -6,20 +6,14 @@ compiled program, and its values are not arguments of the program.
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.recipes import float_parameters
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def is_schedule(value: Any) -> bool:
@@ -45,43 +39,41 @@ def checked(name: str, schedule: Any) -> Any:
     return schedule
 
 
-def of_rounds(factory: Callable[P, R], of_a_round: Sequence[str]) -> Callable[P, R]:
-    """Decorates a factory of algorithms, so that its numbers may be schedules.
+POSITIVE = spec.Spec(
+    lambda name, value, fix: checked(name, value) if is_schedule(value) else checks.positive(name, value, fix),
+    "number",
+    (0.5,),
+    (0, -1),
+)
 
-    The functions that know the round are, in round t, those of the algorithm that the factory returns for the values of
+
+def made(declared: spec.Declared, given: dict[str, Any], of_a_round: Sequence[str]) -> Any:
+    """The algorithm that a factory makes of these arguments, whose numbers may be schedules.
+
+    The functions that know the round are, in round t, those of the algorithm that the factory makes of the values of
     round t. Its other functions are those of round 0.
 
     Args:
+      declared: the arguments of the factory.
+      given: their values.
       of_a_round: the names of the functions that know the round, as ``t`` of their third argument.
     """
-    signature = inspect.signature(factory)
-    floats = float_parameters(signature)
+    if not any(map(is_schedule, given.values())):
+        return declared.call(given)
+    schedules = {n: checked(n, v) for n, v in given.items() if n in declared.numbers and is_schedule(v)}
+    if not schedules:
+        return declared.call(given)
 
-    @functools.wraps(factory)
-    def make(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not any(map(is_schedule, (*args, *kwargs.values()))):
-            return factory(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs)
-        schedules = {n: checked(n, v) for n, v in bound.arguments.items() if n in floats and is_schedule(v)}
-        if not schedules:
-            return factory(*args, **kwargs)
+    def at_round(function: str) -> Callable:
+        def call(*arguments: Any) -> Any:
+            now = {name: schedule(arguments[2].t) for name, schedule in schedules.items()}
+            return getattr(declared.call(given | now), function)(*arguments)
 
-        def made_of(values: dict[str, Any]) -> Any:
-            arguments = inspect.BoundArguments(signature, bound.arguments | values)  # type: ignore[arg-type]
-            return factory(*arguments.args, **arguments.kwargs)
+        return call
 
-        def at_round(function: str) -> Callable:
-            def call(*arguments: Any) -> Any:
-                now = made_of({name: schedule(arguments[2].t) for name, schedule in schedules.items()})
-                return getattr(now, function)(*arguments)
-
-            return call
-
-        first: Any = made_of({name: _first(schedule) for name, schedule in schedules.items()})
-        present = [name for name in of_a_round if getattr(first, name) is not None]
-        return first._replace(**{name: at_round(name) for name in present})
-
-    return make
+    first = declared.call(given | {name: _first(schedule) for name, schedule in schedules.items()})
+    present = [name for name in of_a_round if getattr(first, name) is not None]
+    return first._replace(**{name: at_round(name) for name in present})
 
 
 def _first(schedule: Callable[[jax.Array], Any]) -> Any:

@@ -19,20 +19,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, ParamSpec
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_drift import reprs
+from fedjax_drift import reprs, schedules
 from fedjax_drift.batch_norm import whole as whole
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.message import Row as Row
 from fedjax_drift.model import Model, Params, Part, PyTree
 from fedjax_drift.needs import Needs as Needs
 from fedjax_drift.recipes import Recipe, recorded
-from fedjax_drift.schedules import of_rounds
 
 P = ParamSpec("P")
 Metrics = Mapping[str, Any]  # name -> scalar array
@@ -255,7 +255,7 @@ def algorithm(factory: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
     arguments only. Without the decorator an algorithm works as well. Every call of its factory then compiles a round. A
     number may also be a schedule, a function of the round such as ``optax.cosine_decay_schedule(1.0, 500)``.
     """
-    return recorded(of_rounds(factory, OF_A_ROUND))
+    return recorded(factory, partial(schedules.made, of_a_round=OF_A_ROUND))
 
 
 OF_A_ROUND = ("client_update", "survey", "personal", "server_update", "report")

@@ -21,9 +21,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train
+from fedjax_drift.spec import Mix, NonNegative
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
@@ -38,7 +39,7 @@ class Client(NamedTuple):
 
 
 @algorithm
-def adabest(mu: float = 0.02, beta: float = 0.98) -> Algorithm:
+def adabest(mu: NonNegative = 0.02, beta: Mix = 0.98) -> Algorithm:
     """Local training that is corrected by an estimate of the client's bias, which fades while the client is away.
 
     The state of a client has the size of one model. All clients have weight 1 in the mean. `evaluate` reports the
@@ -53,8 +54,6 @@ def adabest(mu: float = 0.02, beta: float = 0.98) -> Algorithm:
     Raises:
       ValueError: a value is out of range.
     """
-    mu = checks.nonnegative("mu", mu)
-    beta = checks.number("beta", beta, "in 0..1", lambda v: 0 <= v <= 1)
 
     def init_server(params: Params) -> Server:
         return Server(params, params)

@@ -24,16 +24,17 @@ does this, too. "batch" keeps the step size of FedAvg. By (6) and (7), the weigh
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import checks, tree
+from fedjax_drift import checks, spec, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import over_examples, train
+from fedjax_drift.spec import Count, Fix, NonNegative
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Metrics, Needs, Params, PyTree, Round, Work, algorithm
 
 
@@ -45,14 +46,21 @@ class Server(NamedTuple):
     updates: jax.Array  # int32 [], the number of models in the average
 
 
+Domain = Annotated[
+    Callable[[jax.Array, jax.Array], jax.Array],
+    spec.function("(x, y) -> int [B]"),
+    Fix("it maps x [B, ...] and y to int [B]"),
+]
+
+
 @algorithm
 def agnostic(
-    domains: int = 10,
-    domain: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
-    domain_lr: float = 0.1,
-    update: str = "eg",
-    window: int = 1,
-    scale: str = "client",
+    domains: Annotated[int, spec.integer(1, 2**16)] = 10,
+    domain: Domain | None = None,
+    domain_lr: NonNegative = 0.1,
+    update: Literal["eg", "projection", "none"] = "eg",
+    window: Count = 1,
+    scale: Literal["client", "batch"] = "client",
     lambda0: Any = None,
     counts0: Any = None,
 ) -> Algorithm:
@@ -79,11 +87,7 @@ def agnostic(
       ValueError: a value is out of range, or there are more classes than domains. A `Simulation` refuses asynchronous
         rounds with clients of several versions.
     """
-    D = checks.integer("domains", domains, 1, 2**16)
-    domain = None if domain is None else checks.function("domain", domain, "it maps x [B, ...] and y to int [B]", 2)
-    domain_lr, window = checks.nonnegative("domain_lr", domain_lr), checks.integer("window", window, 1)
-    checks.choice("update", update, ("eg", "projection", "none"))
-    checks.choice("scale", scale, ("client", "batch"))
+    D = domains
     first_weights = per_domain("lambda0", lambda0, D, 1 / D)
     if abs(sum(first_weights) - 1) > 1e-6:
         raise ConfigurationError(f"lambda0 must have the sum 1, got {sum(first_weights)}: divide it by its sum")

@@ -21,14 +21,15 @@ Deviations:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.local import train_with
+from fedjax_drift.spec import Flag, Mix, NonNegative
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm
 
 
@@ -39,11 +40,11 @@ class Client(NamedTuple):
 
 @algorithm
 def apfl(
-    alpha: float = 0.5,
-    adaptive: bool = False,
-    alpha_every: str = "step",
-    alpha_decay: float = 0.0,
-    weighting: str = "uniform",
+    alpha: Mix = 0.5,
+    adaptive: Flag = False,
+    alpha_every: Literal["step", "round"] = "step",
+    alpha_decay: NonNegative = 0.0,
+    weighting: Weighting = "uniform",
 ) -> Algorithm:
     """A personal model that mixes a local model with the global model.
 
@@ -60,10 +61,6 @@ def apfl(
     Raises:
       ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
     """
-    alpha = checks.number("alpha", alpha, "in 0..1", lambda v: 0 <= v <= 1)
-    adaptive = checks.flag("adaptive", adaptive)
-    checks.choice("alpha_every", alpha_every, ("step", "round"))
-    alpha_decay = checks.nonnegative("alpha_decay", alpha_decay)
 
     def init_client(params: Params) -> Client:
         return Client(params, jnp.asarray(alpha, float))

@@ -18,23 +18,28 @@ Deviations:  the paper gives neither mu nor the norm. Both are our choice.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
 from fedjax_drift.model import Model
+from fedjax_drift.spec import NonNegative
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
 
 PARTS = ("extractor", "header", "classifier")
 
 
 @algorithm
-def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algorithm:
+def constrained(
+    mu: NonNegative,
+    kind: Literal["parameter", "feature"] = "parameter",
+    part: Literal["extractor", "header", "classifier", "all"] = "all",
+) -> Algorithm:
     """FedAvg with a penalty on the distance between one part of the local model and the same part of the global model.
 
     Args:
@@ -48,9 +53,6 @@ def constrained(mu: float, kind: str = "parameter", part: str = "all") -> Algori
     Raises:
       ValueError: a value is out of range, or the model does not have the part.
     """
-    mu = checks.nonnegative("mu", mu)
-    checks.choice("kind", kind, ("parameter", "feature"))
-    checks.choice("part", part, (*PARTS, "all"))
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w = server.params

@@ -14,13 +14,14 @@ are drawn uniformly, and an update has weight n_i (`weighting="examples"`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.local import train
+from fedjax_drift.spec import Count, Fix, NonNegative
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, Work, algorithm
 
 
@@ -29,7 +30,11 @@ class Client(NamedTuple):
 
 
 @algorithm
-def ditto(lam: float = 1.0, personal_epochs: int | None = None, weighting: str = "examples") -> Algorithm:
+def ditto(
+    lam: NonNegative = 1.0,
+    personal_epochs: Annotated[Count, Fix("None means the local epochs")] | None = None,
+    weighting: Weighting = "examples",
+) -> Algorithm:
     """FedAvg, and a personal model of every client that stays near the global model.
 
     The state of a client has the size of one model. A round trains two models per client.
@@ -43,9 +48,6 @@ def ditto(lam: float = 1.0, personal_epochs: int | None = None, weighting: str =
     Raises:
       ValueError: a value is out of range, or the weighting is unknown.
     """
-    lam = checks.nonnegative("lam", lam)
-    if personal_epochs is not None:
-        personal_epochs = checks.integer("personal_epochs", personal_epochs, 1, fix="None means the local epochs")
     base, requires = fedavg(weighting=weighting), Needs(one_model=True, epochs=int(personal_epochs is not None))
 
     def client_update(server: Any, client: Client, work: Work) -> ClientResult:

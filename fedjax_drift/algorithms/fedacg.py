@@ -18,9 +18,10 @@ from typing import NamedTuple
 
 import jax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train
+from fedjax_drift.spec import Fraction, NonNegative
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
@@ -30,7 +31,7 @@ class Server(NamedTuple):
 
 
 @algorithm
-def fedacg(beta: float = 2e-3, lam: float = 0.85) -> Algorithm:
+def fedacg(beta: NonNegative = 2e-3, lam: Fraction = 0.85) -> Algorithm:
     """Nesterov momentum on the server: clients start at the point to which the momentum moves the model.
 
     Clients keep no state. All clients have weight 1 in the mean.
@@ -42,8 +43,6 @@ def fedacg(beta: float = 2e-3, lam: float = 0.85) -> Algorithm:
     Raises:
       ValueError: a value is out of range.
     """
-    beta = checks.nonnegative("beta", beta)
-    lam = checks.fraction("lam", lam)
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))

@@ -24,15 +24,16 @@ Deviations:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train_with
+from fedjax_drift.spec import Fraction, NonNegative, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
@@ -45,12 +46,12 @@ class Server(NamedTuple):
 
 @algorithm
 def fedadamw(
-    alpha: float = 0.5,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    blocks: str = "leaf",
+    alpha: NonNegative = 0.5,
+    b1: Fraction = 0.9,
+    b2: Fraction = 0.999,
+    eps: Positive = 1e-8,
+    weight_decay: NonNegative = 0.01,
+    blocks: Literal["leaf", "none"] = "leaf",
 ) -> Algorithm:
     """Local AdamW whose second moment is averaged by the server, with a correction towards the global direction.
 
@@ -68,11 +69,6 @@ def fedadamw(
     Raises:
       ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
     """
-    alpha = checks.nonnegative("alpha", alpha)
-    b1, b2 = checks.fraction("b1", b1), checks.fraction("b2", b2)
-    eps = checks.positive("eps", eps)
-    weight_decay = checks.nonnegative("weight_decay", weight_decay)
-    checks.choice("blocks", blocks, ("leaf", "none"))
 
     def block_means(v: Params) -> Params:
         if blocks == "none":

@@ -25,13 +25,14 @@ Deviations:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train
+from fedjax_drift.spec import Fix, Fraction, NonNegative, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
@@ -41,7 +42,12 @@ class Server(NamedTuple):
 
 
 @algorithm
-def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: float | None = None) -> Algorithm:
+def fedadc(
+    beta: Fraction,
+    alpha: Positive = 1.0,
+    variant: Literal["nesterov", "heavy_ball"] = "nesterov",
+    gamma: Annotated[NonNegative, Fix("None means 1 / beta")] | None = None,
+) -> Algorithm:
     """Server momentum that the clients apply in their local steps. This reduces client drift.
 
     All clients have weight 1 in the mean. Local momentum and local optimizers raise ValueError (remark 1 of the paper),
@@ -59,11 +65,6 @@ def fedadc(beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: fl
       ValueError: a value is out of range, or local training uses momentum or another optimizer. A `Simulation` refuses
         asynchronous rounds with clients of several versions.
     """
-    beta = checks.fraction("beta", beta)
-    alpha = checks.positive("alpha", alpha)
-    checks.choice("variant", variant, ("nesterov", "heavy_ball"))
-    if gamma is not None:
-        gamma = checks.nonnegative("gamma", gamma, "None means 1 / beta")
     gamma_beta = 1.0 if gamma is None else gamma * beta
 
     def init_server(params: Params) -> Server:

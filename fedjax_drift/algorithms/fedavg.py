@@ -9,16 +9,17 @@ Deviations:  none with server_lr = 1 (the default). Other values are the server 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.local import train
+from fedjax_drift.spec import Positive
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
-WEIGHTINGS = ("examples", "uniform")
+Weighting = Literal["examples", "uniform"]
 
 
 class Server(NamedTuple):
@@ -26,7 +27,7 @@ class Server(NamedTuple):
 
 
 @algorithm
-def fedavg(server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
+def fedavg(server_lr: Positive = 1.0, weighting: Weighting = "examples") -> Algorithm:
     """Federated averaging.
 
     Args:
@@ -36,8 +37,6 @@ def fedavg(server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
     Raises:
       ValueError: server_lr is not positive, or the weighting is unknown.
     """
-    server_lr = checks.positive("server_lr", server_lr)
-    checks.choice("weighting", weighting, WEIGHTINGS)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w = server.params

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import jax
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg
+from fedjax_drift.spec import Flag, Fraction, Positive
 from fedjax_drift.types import Algorithm, Params, PyTree, Round, algorithm
 
 
@@ -27,7 +28,9 @@ class Server(NamedTuple):
 
 
 @algorithm
-def fedavgm(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, weighting: str = "examples") -> Algorithm:
+def fedavgm(
+    beta: Fraction = 0.9, server_lr: Positive = 1.0, damped: Flag = False, weighting: Weighting = "examples"
+) -> Algorithm:
     """FedAvg with momentum on the server.
 
     Args:
@@ -41,9 +44,6 @@ def fedavgm(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, wei
     Raises:
       ValueError: beta is outside [0, 1), server_lr is not positive, or the weighting is unknown.
     """
-    beta = checks.fraction("beta", beta)
-    server_lr = checks.positive("server_lr", server_lr)
-    damped = checks.flag("damped", damped)
     gain = 1 - beta if damped else 1.0
 
     def init_server(params: Params) -> Server:

@@ -15,14 +15,15 @@ K_i are equal.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train
+from fedjax_drift.spec import Positive, Share
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
@@ -32,7 +33,7 @@ class Server(NamedTuple):
 
 
 @algorithm
-def fedcm(alpha: float = 0.1, server_lr: float = 1.0, steps: str = "cohort") -> Algorithm:
+def fedcm(alpha: Share = 0.1, server_lr: Positive = 1.0, steps: Literal["cohort", "own"] = "cohort") -> Algorithm:
     """Momentum of the server in every local step. Clients keep no state. All clients have weight 1 in the mean.
 
     Args:
@@ -45,9 +46,6 @@ def fedcm(alpha: float = 0.1, server_lr: float = 1.0, steps: str = "cohort") -> 
     Raises:
       ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
     """
-    alpha = checks.number("alpha", alpha, "in (0, 1]", lambda v: 0 < v <= 1)
-    server_lr = checks.positive("server_lr", server_lr)
-    checks.choice("steps", steps, ("cohort", "own"))
     return with_client_momentum(alpha, server_lr, steps, lambda work: work.loss)._replace(name="fedcm")
 
 

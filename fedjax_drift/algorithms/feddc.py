@@ -30,15 +30,16 @@ The authors' experiments use, with q_i = N n_i / sum n:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.feddyn import aggregate
-from fedjax_drift.algorithms.scaffold import LRS, STEPS, refresh
+from fedjax_drift.algorithms.scaffold import Rate, Steps, refresh
 from fedjax_drift.local import train
+from fedjax_drift.spec import Flag, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
 
@@ -57,12 +58,12 @@ class Client(NamedTuple):
 
 @algorithm
 def feddc(
-    alpha: float,
-    scale_by_size: bool = False,
-    variate_lr: str = "current",
-    variate_steps: str = "own",
-    variate: str = "scaffold",
-    aggregation: str = "code",
+    alpha: Positive,
+    scale_by_size: Flag = False,
+    variate_lr: Rate = "current",
+    variate_steps: Steps = "own",
+    variate: Literal["scaffold", "last_update", "none"] = "scaffold",
+    aggregation: Literal["code", "cohort", "paper"] = "code",
 ) -> Algorithm:
     """Local drift decoupling and correction: FedDyn's regularisation with SCAFFOLD's control variates.
 
@@ -88,12 +89,6 @@ def feddc(
     Raises:
       ValueError: alpha is not positive, or an option is unknown.
     """
-    alpha = checks.positive("alpha", alpha)
-    scale_by_size = checks.flag("scale_by_size", scale_by_size)
-    checks.choice("variate_lr", variate_lr, LRS)
-    checks.choice("variate_steps", variate_steps, STEPS)
-    checks.choice("variate", variate, ("scaffold", "last_update", "none"))
-    checks.choice("aggregation", aggregation, ("code", "cohort", "paper"))
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params), params, tree.zeros_like(params))

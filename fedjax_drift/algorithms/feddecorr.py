@@ -15,20 +15,23 @@ correlations (`scale="correlation"`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.algorithms.moon import features_and_loss
 from fedjax_drift.local import train
+from fedjax_drift.spec import NonNegative
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm
 
 
 @algorithm
-def feddecorr(beta: float = 0.1, scale: str = "code", weighting: str = "examples") -> Algorithm:
+def feddecorr(
+    beta: NonNegative = 0.1, scale: Literal["code", "correlation"] = "code", weighting: Weighting = "examples"
+) -> Algorithm:
     """FedAvg with a loss term that decorrelates the features, so that they do not collapse to few dimensions.
 
     Clients keep no state. The algorithm needs ``Model.features``. The term has no effect if the features do not depend
@@ -43,8 +46,6 @@ def feddecorr(beta: float = 0.1, scale: str = "code", weighting: str = "examples
     Raises:
       ValueError: beta is negative, an option is unknown, or the model has no features.
     """
-    beta = checks.nonnegative("beta", beta)
-    checks.choice("scale", scale, ("code", "correlation"))
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:

@@ -24,9 +24,10 @@ from typing import NamedTuple
 
 import jax
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import WEIGHTINGS, equally, mean_of_equals, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, equally, mean_of_equals, weight
 from fedjax_drift.local import train
+from fedjax_drift.spec import Flag, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
@@ -41,7 +42,7 @@ class Client(NamedTuple):
 
 
 @algorithm
-def feddyn(alpha: float, scale_by_size: bool = False, weighting: str = "uniform") -> Algorithm:
+def feddyn(alpha: Positive, scale_by_size: Flag = False, weighting: Weighting = "uniform") -> Algorithm:
     """Dynamic regularisation, which makes the clients' stationary points consistent with that of the global loss.
 
     The state of a client has the size of one model. The equations are the same with local momentum or another
@@ -61,9 +62,6 @@ def feddyn(alpha: float, scale_by_size: bool = False, weighting: str = "uniform"
     Raises:
       ValueError: alpha is not positive, or the weighting is unknown.
     """
-    alpha = checks.positive("alpha", alpha)
-    scale_by_size = checks.flag("scale_by_size", scale_by_size)
-    checks.choice("weighting", weighting, WEIGHTINGS)
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params), params)

@@ -28,14 +28,15 @@ Deviations:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train
+from fedjax_drift.spec import Positive
 from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work, algorithm
 
 
@@ -55,7 +56,11 @@ class Message(NamedTuple):
 
 
 @algorithm
-def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str = "weighted") -> Algorithm:
+def fedeve(
+    server_lr: Positive = 1.0,
+    period_variance: Literal["paper", "code"] = "paper",
+    centre: Literal["weighted", "uniform"] = "weighted",
+) -> Algorithm:
     """Server momentum with an adaptive gain. It is the Kalman gain for the variances of period drift and client drift.
 
     `info` has the scalars ``gain`` (G, in [0, 1]), ``period_variance`` (sQ2) and ``client_variance`` (sR2). With a
@@ -70,9 +75,6 @@ def fedeve(server_lr: float = 1.0, period_variance: str = "paper", centre: str =
     Raises:
       ValueError: server_lr is not positive, or an option is unknown.
     """
-    server_lr = checks.positive("server_lr", server_lr)
-    checks.choice("period_variance", period_variance, ("paper", "code"))
-    checks.choice("centre", centre, ("weighted", "uniform"))
 
     def predict(server: Server) -> Params:
         return jax.tree.map(lambda w, M: w - server_lr * M, server.params, server.M)  # (15a)

@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import WEIGHTINGS, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, weight
 from fedjax_drift.local import train
+from fedjax_drift.spec import Positive
 from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work, algorithm
 
 
@@ -36,7 +37,7 @@ class Server(NamedTuple):
 
 
 @algorithm
-def fedexp(eps: float = 1e-3, weighting: str = "uniform") -> Algorithm:
+def fedexp(eps: Positive = 1e-3, weighting: Weighting = "uniform") -> Algorithm:
     """FedAvg with a server learning rate that is computed from the clients' updates. Clients keep no state.
 
     Args:
@@ -47,8 +48,6 @@ def fedexp(eps: float = 1e-3, weighting: str = "uniform") -> Algorithm:
     Raises:
       ValueError: eps is not positive, or the weighting is unknown.
     """
-    eps = checks.positive("eps", eps)
-    checks.choice("weighting", weighting, WEIGHTINGS)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         theta, trained = train(work, start=server.params)

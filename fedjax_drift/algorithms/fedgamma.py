@@ -16,16 +16,17 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import equally, weight
 from fedjax_drift.algorithms.fedsam import perturbed
 from fedjax_drift.algorithms.scaffold import Client, Server, refresh, scaffold
 from fedjax_drift.local import train
+from fedjax_drift.spec import NonNegative, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Params, Work, algorithm
 
 
 @algorithm
-def fedgamma(rho: float = 0.1, server_lr: float = 1.0) -> Algorithm:
+def fedgamma(rho: NonNegative = 0.1, server_lr: Positive = 1.0) -> Algorithm:
     """SCAFFOLD with sharpness-aware local steps. A step computes two gradients.
 
     The state of a client has the size of one model. All clients have weight 1 in the mean.
@@ -37,7 +38,6 @@ def fedgamma(rho: float = 0.1, server_lr: float = 1.0) -> Algorithm:
     Raises:
       ValueError: a value is out of range.
     """
-    rho = checks.nonnegative("rho", rho)
 
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:
         w, c, c_i = server.params, server.c, client.c

@@ -18,16 +18,16 @@ with the participation, which is consistent with figure 5 of the paper.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import spec, tree
 from fedjax_drift.algorithms.fedprox import fedprox
+from fedjax_drift.spec import Fraction, NonNegative, Positive
 from fedjax_drift.types import Algorithm, Params, PyTree, Round, algorithm
 
-SCALES = ("participation", "one", "one_minus_beta")
+Scale = Literal["participation", "one", "one_minus_beta"]
 
 
 class Server(NamedTuple):
@@ -37,11 +37,11 @@ class Server(NamedTuple):
 
 @algorithm
 def fedgm(
-    mu: float = 0.1,
-    beta: float = 0.9,
-    server_lr: float = 1.0,
-    scale: str = "participation",
-    literal: bool | str | Sequence[str] = (),
+    mu: NonNegative = 0.1,
+    beta: Fraction = 0.9,
+    server_lr: Positive = 1.0,
+    scale: Scale = "participation",
+    literal: Annotated[Any, spec.words("momentum")] = (),
 ) -> Algorithm:
     """FedProx with momentum on the server. All clients have weight 1 in the mean.
 
@@ -59,10 +59,6 @@ def fedgm(
     Raises:
       ValueError: a value is out of range, or an option is unknown.
     """
-    beta = checks.fraction("beta", beta)
-    server_lr = checks.positive("server_lr", server_lr)
-    checks.choice("scale", scale, SCALES)
-    literal = checks.choices("literal", literal, ("momentum",))
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))

@@ -17,15 +17,16 @@ training mode, which makes a difference with dropout and BatchNorm.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import WEIGHTINGS, equally, mean_of_equals, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, equally, mean_of_equals, weight
 from fedjax_drift.algorithms.feddyn import Client, aggregate
 from fedjax_drift.local import train
+from fedjax_drift.spec import Fraction, NonNegative, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Round, Work, algorithm, batch_mean
 
 
@@ -37,12 +38,12 @@ class Server(NamedTuple):
 
 @algorithm
 def fedgmt(
-    gamma: float = 1.0,
-    temperature: float = 3.0,
-    alpha: float = 0.95,
-    beta: float = 10.0,
-    aggregation: str = "all",
-    weighting: str = "uniform",
+    gamma: NonNegative = 1.0,
+    temperature: Positive = 3.0,
+    alpha: Fraction = 0.95,
+    beta: Positive = 10.0,
+    aggregation: Literal["all", "cohort"] = "all",
+    weighting: Weighting = "uniform",
 ) -> Algorithm:
     """Distillation from a moving average of the global models, with the duals of FedDyn.
 
@@ -60,10 +61,6 @@ def fedgmt(
     Raises:
       ValueError: a value is out of range, an option is unknown, or the model does not use the default loss.
     """
-    gamma, beta = checks.nonnegative("gamma", gamma), checks.positive("beta", beta)
-    temperature, alpha = checks.positive("temperature", temperature), checks.fraction("alpha", alpha)
-    checks.choice("aggregation", aggregation, ("all", "cohort"))
-    checks.choice("weighting", weighting, WEIGHTINGS)
     of_all, once = aggregation == "all", weighting == "uniform"
 
     def init_server(params: Params) -> Server:

@@ -19,16 +19,16 @@ training.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
+from fedjax_drift import spec, tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.scaffold import total_rate
 from fedjax_drift.local import train
+from fedjax_drift.spec import Count, NonNegative, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Metrics, Needs, Params, PyTree, Round, Work, algorithm
 
 LITERAL = ("step", "sign", "scale", "accuracy")
@@ -47,11 +47,11 @@ class Client(NamedTuple):
 
 @algorithm
 def fedgvr(
-    mu: float = 0.1,
-    window: int = 5,
-    server_lr: float = 1.0,
-    recursion: str = "printed",
-    literal: bool | str | Sequence[str] = (),
+    mu: NonNegative = 0.1,
+    window: Count = 5,
+    server_lr: Positive = 1.0,
+    recursion: Literal["printed", "exact"] = "printed",
+    literal: Annotated[Any, spec.words(*LITERAL)] = (),
 ) -> Algorithm:
     """SCAFFOLD with a proximal term and a correction that fades out when the test accuracy stops improving.
 
@@ -80,11 +80,6 @@ def fedgvr(
       ValueError: a value is out of range, a name in ``literal`` is unknown, or there is no test set. `round_fn` raises
         it if the evaluation is not finite.
     """
-    mu = checks.nonnegative("mu", mu)
-    window = checks.integer("window", window, 1)
-    server_lr = checks.positive("server_lr", server_lr)
-    checks.choice("recursion", recursion, ("printed", "exact"))
-    literal = checks.choices("literal", literal, LITERAL)
     percent = 1.0 if "accuracy" in literal else 100.0
 
     def init_server(params: Params) -> Server:

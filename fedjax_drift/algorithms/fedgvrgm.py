@@ -22,15 +22,15 @@ The paper uses 10 % participation and eta_l = 0.001.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedgm import fedgm
+from fedjax_drift import spec, tree
+from fedjax_drift.algorithms.fedgm import Scale, fedgm
 from fedjax_drift.algorithms.fedgvr import LITERAL, fedgvr
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Count, Flag, Fraction, NonNegative, Positive
 from fedjax_drift.types import Algorithm, Params, PyTree, Round, algorithm
 
 
@@ -45,14 +45,14 @@ class Server(NamedTuple):
 
 @algorithm
 def fedgvrgm(
-    mu: float = 0.1,
-    beta: float = 0.9,
-    window: int = 5,
-    server_lr: float = 1.0,
-    recursion: str = "printed",
-    scale: str = "participation",
-    variate_momentum: bool = True,
-    literal: bool | str | Sequence[str] = (),
+    mu: NonNegative = 0.1,
+    beta: Fraction = 0.9,
+    window: Count = 5,
+    server_lr: Positive = 1.0,
+    recursion: Literal["printed", "exact"] = "printed",
+    scale: Scale = "participation",
+    variate_momentum: Flag = True,
+    literal: Annotated[Any, spec.words(*LITERAL, "momentum", "variate_momentum")] = (),
 ) -> Algorithm:
     """Variance reduction on the clients and momentum on the server.
 
@@ -69,8 +69,6 @@ def fedgvrgm(
       ValueError: a value is out of range, an option is unknown, or there is no test set. `round_fn` raises it if the
         evaluation is not finite.
     """
-    variate_momentum = checks.flag("variate_momentum", variate_momentum)
-    literal = checks.choices("literal", literal, (*LITERAL, "momentum", "variate_momentum"))
     gvr = fedgvr(mu, window, server_lr, recursion, [name for name in literal if name in LITERAL])
     gm = fedgm(mu, beta, server_lr, scale, "momentum" in literal)
     if "variate_momentum" in literal and not variate_momentum:

@@ -17,20 +17,26 @@ Deviations:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.local import train
 from fedjax_drift.model import cross_entropy
+from fedjax_drift.spec import NonNegative
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
 
 
 @algorithm
-def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask", weighting: str = "examples") -> Algorithm:
+def fedlc(
+    tau: NonNegative = 1.0,
+    denominator: Literal["all", "others"] = "all",
+    missing: Literal["mask", "floor"] = "mask",
+    weighting: Weighting = "examples",
+) -> Algorithm:
     """FedAvg with logits that are calibrated by the client's label counts.
 
     Args:
@@ -44,9 +50,6 @@ def fedlc(tau: float = 1.0, denominator: str = "all", missing: str = "mask", wei
     Raises:
       ValueError: tau is negative, an option is unknown, or the model does not use the default loss.
     """
-    tau = checks.nonnegative("tau", tau)
-    checks.choice("denominator", denominator, ("all", "others"))
-    checks.choice("missing", missing, ("mask", "floor"))
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w = server.params

@@ -20,16 +20,17 @@ Deviations:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.algorithms.feddyn import feddyn
 from fedjax_drift.algorithms.fedsam import ascent
 from fedjax_drift.algorithms.scaffold import scaffold
+from fedjax_drift.spec import NonNegative, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 from fedjax_drift.wrapping import inside
 
@@ -52,7 +53,11 @@ class Client(NamedTuple):
 
 @algorithm
 def fedlesam(
-    rho: float = 0.1, first: str = "none", old: str = "client", correction: str = "none", feddyn_alpha: float = 0.1
+    rho: NonNegative = 0.1,
+    first: Literal["none", "initial"] = "none",
+    old: Literal["client", "server"] = "client",
+    correction: Literal["none", "scaffold", "feddyn"] = "none",
+    feddyn_alpha: Positive = 0.1,
 ) -> Algorithm:
     """Sharpness-aware local steps with a perturbation that is estimated from two global models.
 
@@ -70,11 +75,6 @@ def fedlesam(
     Raises:
       ValueError: a value is out of range, or an option is unknown.
     """
-    rho = checks.nonnegative("rho", rho)
-    checks.choice("first", first, ("none", "initial"))
-    checks.choice("old", old, ("client", "server"))
-    checks.choice("correction", correction, ("none", "scaffold", "feddyn"))
-    feddyn_alpha = checks.positive("feddyn_alpha", feddyn_alpha)
     base = {"none": fedavg(weighting="uniform"), "scaffold": scaffold(), "feddyn": feddyn(feddyn_alpha)}[correction]
 
     def init_server(params: Params) -> Server:

@@ -28,11 +28,12 @@ from jax import lax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import Server, fedavg, weight
 from fedjax_drift.local import train
+from fedjax_drift.spec import NonNegative, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
 @algorithm
-def fednova(mu: float = 0.0, server_lr: float = 1.0) -> Algorithm:
+def fednova(mu: NonNegative = 0.0, server_lr: Positive = 1.0) -> Algorithm:
     """Normalised averaging, for clients that do different numbers of local steps.
 
     Local training may have momentum, but no other optimizer, and no momentum together with a proximal term.
@@ -44,8 +45,6 @@ def fednova(mu: float = 0.0, server_lr: float = 1.0) -> Algorithm:
     Raises:
       ValueError: a value is out of range, or local training has an optimizer for which a_i is unknown.
     """
-    mu = checks.nonnegative("mu", mu)
-    server_lr = checks.positive("server_lr", server_lr)
     proximal = checks.used(mu)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

@@ -18,15 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.local import train
 from fedjax_drift.model import cross_entropy
+from fedjax_drift.spec import NonNegative, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
 
 
 @algorithm
-def fedntd(beta: float = 1.0, temperature: float = 1.0, weighting: str = "examples") -> Algorithm:
+def fedntd(beta: NonNegative = 1.0, temperature: Positive = 1.0, weighting: Weighting = "examples") -> Algorithm:
     """FedAvg with distillation from the global model, for the classes that are not the label of an example.
 
     Local training then keeps what the global model knows of classes that a client does not have. Clients keep no state.
@@ -40,8 +41,6 @@ def fedntd(beta: float = 1.0, temperature: float = 1.0, weighting: str = "exampl
     Raises:
       ValueError: a value is out of range, or the model does not use the default loss.
     """
-    beta = checks.nonnegative("beta", beta)
-    temperature = checks.positive("temperature", temperature)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w = server.params

@@ -22,8 +22,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg
+from fedjax_drift.spec import Fraction, NonNegative, Positive
 from fedjax_drift.types import Algorithm, Params, PyTree, Round, algorithm
 
 
@@ -35,12 +36,12 @@ class Server(NamedTuple):
 
 @algorithm
 def fedadam(
-    server_lr: float,
-    b1: float = 0.9,
-    b2: float = 0.99,
-    tau: float = 1e-3,
-    weighting: str = "examples",
-    v_0: float | None = None,
+    server_lr: Positive,
+    b1: Fraction = 0.9,
+    b2: Fraction = 0.99,
+    tau: Positive = 1e-3,
+    weighting: Weighting = "examples",
+    v_0: NonNegative | None = None,
 ) -> Algorithm:
     """Adam on the server.
 
@@ -55,21 +56,19 @@ def fedadam(
     Raises:
       ValueError: a value is out of range, or the weighting is unknown.
     """
-    b2 = checks.fraction("b2", b2)
     return _fedopt("fedadam", lambda v, D: b2 * v + (1 - b2) * D**2, server_lr, b1, tau, weighting, v_0)  # (4)
 
 
 @algorithm
 def fedyogi(
-    server_lr: float,
-    b1: float = 0.9,
-    b2: float = 0.99,
-    tau: float = 1e-3,
-    weighting: str = "examples",
-    v_0: float | None = None,
+    server_lr: Positive,
+    b1: Fraction = 0.9,
+    b2: Fraction = 0.99,
+    tau: Positive = 1e-3,
+    weighting: Weighting = "examples",
+    v_0: NonNegative | None = None,
 ) -> Algorithm:
     """Yogi on the server. v approaches D^2 in steps whose size does not depend on v. Arguments as in `fedadam`."""
-    b2 = checks.fraction("b2", b2)
     return _fedopt(
         "fedyogi", lambda v, D: v - (1 - b2) * D**2 * jnp.sign(v - D**2), server_lr, b1, tau, weighting, v_0
     )  # (3)
@@ -77,19 +76,18 @@ def fedyogi(
 
 @algorithm
 def fedadagrad(
-    server_lr: float,
-    b1: float = 0.0,
-    b2: float = 0.99,
-    tau: float = 1e-3,
-    weighting: str = "examples",
-    v_0: float | None = None,
+    server_lr: Positive,
+    b1: Fraction = 0.0,
+    b2: Fraction = 0.99,
+    tau: Positive = 1e-3,
+    weighting: Weighting = "examples",
+    v_0: NonNegative | None = None,
 ) -> Algorithm:
     """Adagrad on the server. v is v_0 plus the sum of D^2 over all rounds.
 
     b2 has no effect; it exists so that the three factories have the same arguments. The default b1 = 0 is that of the
     paper. The other arguments are as in `fedadam`.
     """
-    b2 = checks.fraction("b2", b2)
     return _fedopt("fedadagrad", lambda v, D: v + D**2, server_lr, b1, tau, weighting, v_0)  # (2)
 
 
@@ -99,14 +97,9 @@ def _fedopt(
     server_lr: float,
     b1: float,
     tau: float,
-    weighting: str,
+    weighting: Weighting,
     v_0: float | None,
 ) -> Algorithm:
-    server_lr = checks.positive("server_lr", server_lr)
-    b1 = checks.fraction("b1", b1)
-    tau = checks.positive("tau", tau)
-    if v_0 is not None:
-        v_0 = checks.nonnegative("v_0", v_0)
     start = tau**2 if v_0 is None else v_0
 
     def init_server(params: Params) -> Server:

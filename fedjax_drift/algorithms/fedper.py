@@ -25,13 +25,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedjax_drift.algorithms.fedavg import fedavg
-from fedjax_drift.algorithms.partly_shared import partly_shared
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg
+from fedjax_drift.algorithms.partly_shared import NewClients, partly_shared
+from fedjax_drift.spec import Count
 from fedjax_drift.types import Algorithm, algorithm
 
 
 @algorithm
-def fedper(personal: Any = "classifier", weighting: str = "examples", new_clients: str = "initial") -> Algorithm:
+def fedper(
+    personal: Any = "classifier", weighting: Weighting = "examples", new_clients: NewClients = "initial"
+) -> Algorithm:
     """FedAvg with personal classifiers. A client keeps its classifier.
 
     Args:
@@ -47,7 +50,10 @@ def fedper(personal: Any = "classifier", weighting: str = "examples", new_client
 
 @algorithm
 def fedrep(
-    personal: Any = "classifier", base_epochs: int = 1, weighting: str = "uniform", new_clients: str = "initial"
+    personal: Any = "classifier",
+    base_epochs: Count = 1,
+    weighting: Weighting = "uniform",
+    new_clients: NewClients = "initial",
 ) -> Algorithm:
     """FedAvg with personal classifiers. In each round, a client first trains its classifier, and then the other layers.
 
@@ -63,7 +69,7 @@ def fedrep(
 
 
 @algorithm
-def fedbabu(personal: Any = "classifier", weighting: str = "uniform") -> Algorithm:
+def fedbabu(personal: Any = "classifier", weighting: Weighting = "uniform") -> Algorithm:
     """FedAvg whose classifier keeps its initial value. Clients keep no state.
 
     ``sim.evaluate_clients(state, fine_tune=1)`` personalises the model. Arguments and errors as in `fedper`.
@@ -73,14 +79,14 @@ def fedbabu(personal: Any = "classifier", weighting: str = "uniform") -> Algorit
 
 @algorithm
 def lg_fedavg(
-    personal: Any = r"^(?!.*classifier)", weighting: str = "uniform", new_clients: str = "initial"
+    personal: Any = r"^(?!.*classifier)", weighting: Weighting = "uniform", new_clients: NewClients = "initial"
 ) -> Algorithm:
     """FedAvg of the classifier. A client keeps all other layers. Arguments and errors as in `fedper`."""
     return partly_shared(fedavg(weighting=weighting), personal, new_clients=new_clients)._replace(name="lg_fedavg")
 
 
 @algorithm
-def fedbn(personal: Any = "(?i)norm", weighting: str = "uniform") -> Algorithm:
+def fedbn(personal: Any = "(?i)norm", weighting: Weighting = "uniform") -> Algorithm:
     """FedAvg with personal normalisation layers, for clients whose inputs differ. Arguments and errors as in `fedper`.
 
     By default, the leaves with "norm" in their path are personal.

@@ -17,14 +17,15 @@ from typing import Any
 
 import jax
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.local import train
+from fedjax_drift.spec import NonNegative, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work, algorithm
 
 
 @algorithm
-def fedprox(mu: float, server_lr: float = 1.0, weighting: str = "examples") -> Algorithm:
+def fedprox(mu: NonNegative, server_lr: Positive = 1.0, weighting: Weighting = "examples") -> Algorithm:
     """FedAvg with a proximal term.
 
     Args:
@@ -34,7 +35,6 @@ def fedprox(mu: float, server_lr: float = 1.0, weighting: str = "examples") -> A
     Raises:
       ValueError: mu is negative, server_lr is not positive, or the weighting is unknown.
     """
-    mu = checks.nonnegative("mu", mu)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w = server.params

@@ -22,28 +22,29 @@ batch k of the pseudo data contain different examples.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
+from fedjax_drift.spec import Count, Fraction, Positive, Share
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
 
 
 @algorithm
 def fedreg(
-    gamma: float = 0.4,
-    eta_s: float = 0.2,
-    eta_p: float = 0.002,
-    pseudo_steps: int = 10,
-    beta: float = 0.5,
-    pseudo_data: str = "ascent",
+    gamma: Share = 0.4,
+    eta_s: Positive = 0.2,
+    eta_p: Positive = 0.002,
+    pseudo_steps: Count = 10,
+    beta: Fraction = 0.5,
+    pseudo_data: Literal["ascent", "descent"] = "ascent",
 ) -> Algorithm:
     """Local training that forgets less. It removes the components of an update that increase the loss on pseudo data.
 
@@ -65,12 +66,6 @@ def fedreg(
       ValueError: a value is out of range, the model does not use the default loss, or the inputs are not
         floating-point numbers (tokens).
     """
-    gamma = checks.number("gamma", gamma, "in (0, 1]", lambda v: 0 < v <= 1)
-    eta_s = checks.positive("eta_s", eta_s)
-    eta_p = checks.positive("eta_p", eta_p)
-    pseudo_steps = checks.integer("pseudo_steps", pseudo_steps, 1)
-    beta = checks.fraction("beta", beta)
-    checks.choice("pseudo_data", pseudo_data, ("ascent", "descent"))
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         w = server.params

@@ -16,21 +16,22 @@ Their ASAM and SWA are not implemented.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.algorithms.fedcm import with_client_momentum
 from fedjax_drift.local import train
+from fedjax_drift.spec import NonNegative, Positive, Share
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm
 
 
 @algorithm
-def fedsam(rho: float = 0.1, server_lr: float = 1.0, weighting: str = "uniform") -> Algorithm:
+def fedsam(rho: NonNegative = 0.1, server_lr: Positive = 1.0, weighting: Weighting = "uniform") -> Algorithm:
     """FedAvg with sharpness-aware local steps, which prefer flat minima. A step computes two gradients.
 
     Args:
@@ -41,7 +42,6 @@ def fedsam(rho: float = 0.1, server_lr: float = 1.0, weighting: str = "uniform")
     Raises:
       ValueError: a value is out of range, or the weighting is unknown.
     """
-    rho = checks.nonnegative("rho", rho)
     base = fedavg(server_lr, weighting)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
@@ -52,7 +52,9 @@ def fedsam(rho: float = 0.1, server_lr: float = 1.0, weighting: str = "uniform")
 
 
 @algorithm
-def mofedsam(rho: float = 0.1, alpha: float = 0.1, server_lr: float = 1.0, steps: str = "cohort") -> Algorithm:
+def mofedsam(
+    rho: NonNegative = 0.1, alpha: Share = 0.1, server_lr: Positive = 1.0, steps: Literal["cohort", "own"] = "cohort"
+) -> Algorithm:
     """FedCM with sharpness-aware local steps. A step computes two gradients.
 
     Args:
@@ -62,10 +64,6 @@ def mofedsam(rho: float = 0.1, alpha: float = 0.1, server_lr: float = 1.0, steps
     Raises:
       ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
     """
-    rho = checks.nonnegative("rho", rho)
-    alpha = checks.number("alpha", alpha, "in (0, 1]", lambda v: 0 < v <= 1)
-    server_lr = checks.positive("server_lr", server_lr)
-    checks.choice("steps", steps, ("cohort", "own"))
     return with_client_momentum(alpha, server_lr, steps, lambda work: perturbed(work, rho))._replace(name="mofedsam")
 
 

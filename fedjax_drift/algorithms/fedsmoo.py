@@ -21,15 +21,16 @@ Deviations:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.feddyn import aggregate
 from fedjax_drift.algorithms.fedsam import ascent
 from fedjax_drift.local import train_with
+from fedjax_drift.spec import NonNegative, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
@@ -45,7 +46,9 @@ class Client(NamedTuple):
 
 
 @algorithm
-def fedsmoo(rho: float = 0.1, alpha: float = 0.1, upload: str = "mu_minus_s") -> Algorithm:
+def fedsmoo(
+    rho: NonNegative = 0.1, alpha: Positive = 0.1, upload: Literal["mu_minus_s", "mu"] = "mu_minus_s"
+) -> Algorithm:
     """FedDyn with sharpness-aware local steps whose perturbations agree between clients. A step computes two gradients.
 
     The state of a client has the size of two models. Clients receive and send two models. All clients have weight 1 in
@@ -59,9 +62,6 @@ def fedsmoo(rho: float = 0.1, alpha: float = 0.1, upload: str = "mu_minus_s") ->
     Raises:
       ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
     """
-    rho = checks.nonnegative("rho", rho)
-    alpha = checks.positive("alpha", alpha)
-    checks.choice("upload", upload, ("mu_minus_s", "mu"))
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params), tree.zeros_like(params))

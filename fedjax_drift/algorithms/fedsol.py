@@ -25,16 +25,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift import axes, checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift import axes, tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.algorithms.fedgmt import divergence
 from fedjax_drift.algorithms.fedsam import ascent
 from fedjax_drift.local import train
+from fedjax_drift.spec import Flag, NonNegative, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
 
 
 @algorithm
-def fedsol(rho: float = 1.0, temperature: float = 3.0, adaptive: bool = True, weighting: str = "examples") -> Algorithm:
+def fedsol(
+    rho: NonNegative = 1.0, temperature: Positive = 3.0, adaptive: Flag = True, weighting: Weighting = "examples"
+) -> Algorithm:
     """Local steps with the gradient at a point where the predictions differ more from those of the global model.
 
     Such steps are nearly orthogonal to the gradient of a proximal loss, which they then do not increase. Clients keep
@@ -49,8 +52,6 @@ def fedsol(rho: float = 1.0, temperature: float = 3.0, adaptive: bool = True, we
     Raises:
       ValueError: a value is out of range, the weighting is unknown, or the model does not use the default loss.
     """
-    rho, temperature = checks.nonnegative("rho", rho), checks.positive("temperature", temperature)
-    adaptive = checks.flag("adaptive", adaptive)
     base = fedavg(weighting=weighting)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

@@ -19,15 +19,16 @@ Deviations:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.algorithms.feddyn import Client, aggregate
 from fedjax_drift.algorithms.fedsam import ascent
 from fedjax_drift.local import train_with
+from fedjax_drift.spec import Flag, Mix, NonNegative, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
@@ -38,7 +39,11 @@ class Server(NamedTuple):
 
 @algorithm
 def fedspeed(
-    rho: float = 0.1, lam: float = 0.1, alpha: float = 1.0, normalise: bool = True, aggregation: str = "all"
+    rho: NonNegative = 0.1,
+    lam: Positive = 0.1,
+    alpha: Mix = 1.0,
+    normalise: Flag = True,
+    aggregation: Literal["all", "cohort"] = "all",
 ) -> Algorithm:
     """FedDyn with sharpness-aware local steps. A step computes two gradients.
 
@@ -54,11 +59,6 @@ def fedspeed(
     Raises:
       ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
     """
-    rho = checks.nonnegative("rho", rho)
-    lam = checks.positive("lam", lam)
-    alpha = checks.number("alpha", alpha, "in 0..1", lambda v: 0 <= v <= 1)
-    normalise = checks.flag("normalise", normalise)
-    checks.choice("aggregation", aggregation, ("all", "cohort"))
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))

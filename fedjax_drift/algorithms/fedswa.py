@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
 from fedjax_drift.local import train
+from fedjax_drift.spec import Mix, Positive, Share
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
@@ -41,7 +42,7 @@ class Client(NamedTuple):
 
 
 @algorithm
-def fedswa(rho: float = 0.1, alpha: float = 1.5) -> Algorithm:
+def fedswa(rho: Mix = 0.1, alpha: Positive = 1.5) -> Algorithm:
     """FedAvg with a learning rate that decreases within a round, and a server that extrapolates.
 
     Clients keep no state. All clients have weight 1 in the mean. The authors recommend twice the learning rate of
@@ -54,8 +55,7 @@ def fedswa(rho: float = 0.1, alpha: float = 1.5) -> Algorithm:
     Raises:
       ValueError: a value is out of range, or local training uses momentum or another optimizer.
     """
-    rho = _share(rho)
-    base = fedavg(checks.positive("alpha", alpha), "uniform")  # (5)
+    base = fedavg(alpha, "uniform")  # (5)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
         return base.client_update(server, client, decaying(work, rho))
@@ -64,7 +64,7 @@ def fedswa(rho: float = 0.1, alpha: float = 1.5) -> Algorithm:
 
 
 @algorithm
-def fedmoswa(rho: float = 0.1, alpha: float = 1.5, gamma: float = 0.2) -> Algorithm:
+def fedmoswa(rho: Mix = 0.1, alpha: Positive = 1.5, gamma: Share = 0.2) -> Algorithm:
     """FedSWA with control variates of the clients and a momentum of the server.
 
     The state of a client has the size of one model. All clients have weight 1 in the mean.
@@ -77,9 +77,6 @@ def fedmoswa(rho: float = 0.1, alpha: float = 1.5, gamma: float = 0.2) -> Algori
       ValueError: a value is out of range, or local training uses momentum or another optimizer. A `Simulation` refuses
         asynchronous rounds with clients of several versions.
     """
-    rho = _share(rho)
-    alpha = checks.positive("alpha", alpha)
-    gamma = checks.number("gamma", gamma, "in (0, 1]", lambda v: 0 < v <= 1)
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))
@@ -106,10 +103,6 @@ def fedmoswa(rho: float = 0.1, alpha: float = 1.5, gamma: float = 0.2) -> Algori
 
     needs = Needs(optimizer="sgd", one_version=True)  # (6) moves m towards a mean, from the m that is in the message
     return Algorithm(init_server, init_client, client_update, server_update, requires=needs, name="fedmoswa")
-
-
-def _share(rho: float) -> float:
-    return checks.number("rho", rho, "in 0..1", lambda v: 0 <= v <= 1)
 
 
 def decaying(work: Work, rho: float) -> Work:

@@ -20,16 +20,17 @@ N / |S| of the authors' code is `tau` of `localghbm`.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.algorithms.moon import Client as Model
 from fedjax_drift.local import train
+from fedjax_drift.spec import Count, Fix, Flag, NonNegative, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Trained, Work, algorithm
 
 
@@ -45,7 +46,9 @@ class Client(NamedTuple):
 
 
 @algorithm
-def ghbm(tau: int = 10, beta: float = 0.9, nesterov: bool = False, weighting: str = "examples") -> Algorithm:
+def ghbm(
+    tau: Count = 10, beta: NonNegative = 0.9, nesterov: Flag = False, weighting: Weighting = "examples"
+) -> Algorithm:
     """FedAvg with a momentum of the last tau rounds, applied in equal parts at every local step.
 
     Clients keep no state. The server keeps tau + 1 models, and sends the model and the momentum.
@@ -59,8 +62,6 @@ def ghbm(tau: int = 10, beta: float = 0.9, nesterov: bool = False, weighting: st
     Raises:
       ValueError: a value is out of range, or the weighting is unknown.
     """
-    tau = checks.integer("tau", tau, 1)
-    beta, nesterov = checks.nonnegative("beta", beta), checks.flag("nesterov", nesterov)
     base = fedavg(weighting=weighting)
 
     def init_server(params: Params) -> Server:
@@ -83,7 +84,10 @@ def ghbm(tau: int = 10, beta: float = 0.9, nesterov: bool = False, weighting: st
 
 @algorithm
 def localghbm(
-    tau: float | None = None, beta: float = 0.9, nesterov: bool = False, weighting: str = "examples"
+    tau: Annotated[Positive, Fix("None means the rounds since the last participation")] | None = None,
+    beta: NonNegative = 0.9,
+    nesterov: Flag = False,
+    weighting: Weighting = "examples",
 ) -> Algorithm:
     """GHBM whose clients compute the momentum from the global model of their own last participation.
 
@@ -97,8 +101,6 @@ def localghbm(
     Raises:
       ValueError: a value is out of range, or the weighting is unknown.
     """
-    tau = None if tau is None else checks.positive("tau", tau, "None means the rounds since the last participation")
-    beta, nesterov = checks.nonnegative("beta", beta), checks.flag("nesterov", nesterov)
 
     def init_client(params: Params) -> Client:
         return Client(params, jnp.int32(-1))
@@ -114,7 +116,7 @@ def localghbm(
 
 
 @algorithm
-def fedhbm(tau: float = 10.0, beta: float = 1.0, weighting: str = "examples") -> Algorithm:
+def fedhbm(tau: Positive = 10.0, beta: NonNegative = 1.0, weighting: Weighting = "examples") -> Algorithm:
     """Local steps with a momentum that points away from the client's previous local model.
 
     The state of a client has the size of one model. The server sends the model only.
@@ -127,7 +129,6 @@ def fedhbm(tau: float = 10.0, beta: float = 1.0, weighting: str = "examples") ->
     Raises:
       ValueError: a value is out of range, or the weighting is unknown.
     """
-    tau, beta = checks.positive("tau", tau), checks.nonnegative("beta", beta)
 
     def client_update(server: Any, client: Model, work: Work) -> ClientResult:
         w, a, K = server.params, client.model, work.num_steps.clip(1)

@@ -16,14 +16,15 @@ FedJAX's HypCluster.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import WEIGHTINGS, weight
+from fedjax_drift import checks, spec, tree
+from fedjax_drift.algorithms.fedavg import Weighting, weight
 from fedjax_drift.local import full_loss, train
+from fedjax_drift.spec import Fix, Positive
 from fedjax_drift.types import (
     THREEFRY,
     Algorithm,
@@ -44,8 +45,21 @@ class Server(NamedTuple):
     models: Params  # w_0, w_1, ..., leaves [k, ...]
 
 
+def _models(name: str, value: Any, fix: str) -> Any:
+    number = len(value) if isinstance(value, list | tuple) else value
+    k = checks.integer(name if number is value else "the number of models", number, 1, fix=fix)
+    return k if number is value else value
+
+
+Models = Annotated[
+    int | Sequence[Params],
+    spec.Spec(_models, "integer", (1,), (0,)),
+    Fix("pass their number, or a list of parameters"),
+]
+
+
 @algorithm
-def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_lr: float = 1.0) -> Algorithm:
+def ifca(models: Models = 2, weighting: Weighting = "uniform", server_lr: Positive = 1.0) -> Algorithm:
     """Several global models. In each round, a client trains the one that fits its examples best.
 
     Clients keep no state. They compute the losses of all k models, which costs k forward passes over their examples.
@@ -64,12 +78,7 @@ def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_
       ValueError: a value is out of range, the weighting is unknown, or a model does not have the structure and the
         shapes of the parameters. A `Simulation` refuses running statistics that clients update.
     """
-    if isinstance(models, list | tuple):
-        k = checks.integer("the number of models", len(models), 1)
-    else:
-        k = checks.integer("models", models, 1, fix="pass their number, or a list of parameters")
-    server_lr = checks.positive("server_lr", server_lr)
-    checks.choice("weighting", weighting, WEIGHTINGS)
+    k = len(models) if isinstance(models, Sequence) else models
 
     def init_server(params: Params) -> Server:
         if isinstance(models, list | tuple):
@@ -114,7 +123,7 @@ def ifca(models: int | Sequence[Params] = 2, weighting: str = "uniform", server_
 
 
 @algorithm
-def hypcluster(models: int | Sequence[Params] = 2, server_lr: float = 1.0) -> Algorithm:
+def hypcluster(models: Models = 2, server_lr: Positive = 1.0) -> Algorithm:
     """`ifca` whose means are weighted by the clients' numbers of examples.
 
     Args:

@@ -22,25 +22,26 @@ Deviations:
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import Server, fedavg, weight
 from fedjax_drift.algorithms.moon import Client
 from fedjax_drift.local import train
+from fedjax_drift.spec import Flag, NonNegative, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, Work, algorithm, batch_mean
 
 
 @algorithm
 def lfd(
-    temperature: float = 0.1,
-    margin: float = 0.15,
-    label_temperature: float = 1.0,
-    first: str = "none",
-    regularizer: bool = True,
+    temperature: Positive = 0.1,
+    margin: NonNegative = 0.15,
+    label_temperature: Positive = 1.0,
+    first: Literal["none", "uniform"] = "none",
+    regularizer: Flag = True,
 ) -> Algorithm:
     """FedAvg with a drift regularizer: each client also trains on soft labels that oppose its previous drift.
 
@@ -60,11 +61,6 @@ def lfd(
     Raises:
       ValueError: a value is out of range, or the model does not return cosines or does not use the default loss.
     """
-    temperature = checks.positive("temperature", temperature)
-    margin = checks.nonnegative("margin", margin)
-    label_temperature = checks.positive("label_temperature", label_temperature)
-    checks.choice("first", first, ("none", "uniform"))
-    regularizer = checks.flag("regularizer", regularizer)
 
     def client_update(server: Server, client: Any, work: Work) -> ClientResult:
         w = server.params

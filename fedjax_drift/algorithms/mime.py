@@ -21,9 +21,10 @@ from typing import NamedTuple
 import jax
 import optax
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import WEIGHTINGS, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, weight
 from fedjax_drift.local import full_gradient, train, train_with
+from fedjax_drift.spec import Flag, Fraction, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
@@ -33,7 +34,9 @@ class Server(NamedTuple):
 
 
 @algorithm
-def mime(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, weighting: str = "uniform") -> Algorithm:
+def mime(
+    beta: Fraction = 0.9, server_lr: Positive = 1.0, damped: Flag = False, weighting: Weighting = "uniform"
+) -> Algorithm:
     """Local steps that mimic those of a server with momentum. Their gradients are corrected by that of the cohort.
 
     Clients keep no state. A round has two phases: before the clients train, they send their gradients at w, and receive
@@ -73,7 +76,9 @@ def mime(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, weight
 
 
 @algorithm
-def mimelite(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, weighting: str = "uniform") -> Algorithm:
+def mimelite(
+    beta: Fraction = 0.9, server_lr: Positive = 1.0, damped: Flag = False, weighting: Weighting = "uniform"
+) -> Algorithm:
     """Local steps with a momentum of the server, which does not change during a round.
 
     Clients keep no state. They send their update and their gradient at w, which costs one more pass over their
@@ -87,10 +92,6 @@ def mimelite(beta: float = 0.9, server_lr: float = 1.0, damped: bool = False, we
       ValueError: a value is out of range, the weighting is unknown, or local training uses momentum or another
         optimizer.
     """
-    beta = checks.fraction("beta", beta)
-    server_lr = checks.positive("server_lr", server_lr)
-    damped = checks.flag("damped", damped)
-    checks.choice("weighting", weighting, WEIGHTINGS)
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))

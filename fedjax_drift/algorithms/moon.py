@@ -13,14 +13,15 @@ with all algorithms.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import Server, fedavg, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Server, Weighting, fedavg, weight
 from fedjax_drift.local import train
+from fedjax_drift.spec import NonNegative, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, Work, algorithm, batch_mean
 
 
@@ -34,7 +35,12 @@ class Client(NamedTuple):
 
 
 @algorithm
-def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none", weighting: str = "examples") -> Algorithm:
+def moon(
+    mu: NonNegative = 1.0,
+    temperature: Positive = 0.5,
+    first: Literal["none", "initial", "random_init"] = "none",
+    weighting: Weighting = "examples",
+) -> Algorithm:
     """FedAvg with a contrastive loss.
 
     The loss pulls the features of the local model towards the features of the global model. It pushes them away from
@@ -54,9 +60,6 @@ def moon(mu: float = 1.0, temperature: float = 0.5, first: str = "none", weighti
     Raises:
       ValueError: a value is out of range, an option is unknown, or the model has no features.
     """
-    mu = checks.nonnegative("mu", mu)
-    temperature = checks.positive("temperature", temperature)
-    checks.choice("first", first, ("none", "initial", "random_init"))
 
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:
         w, previous, active, model = server.params, client.model, client.seen, work.model

@@ -19,17 +19,18 @@ Deviations:  none. Combinations with other algorithms than FedAvg are our own. A
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, leaves
+from fedjax_drift import leaves, spec
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
 from fedjax_drift.message import Absent, decoded, filled, is_like
 from fedjax_drift.model import Part
+from fedjax_drift.spec import Count, Fix
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 from fedjax_drift.wrapping import inside
 
@@ -40,13 +41,16 @@ class Client(NamedTuple):
     seen: Any = ()  # bool [], whether the client has participated before, with new_clients="mean"
 
 
+NewClients = Literal["initial", "mean"]
+
+
 @algorithm
 def partly_shared(
-    base: Algorithm | None = None,
+    base: Annotated[Algorithm, spec.instance(Algorithm), Fix("pass fd.algorithms.scaffold()")] | None = None,
     personal: str | Callable[[str], bool] | PyTree = "classifier",
-    schedule: str = "joint",
-    base_epochs: int = 1,
-    new_clients: str = "initial",
+    schedule: Literal["joint", "alternate", "frozen"] = "joint",
+    base_epochs: Count = 1,
+    new_clients: NewClients = "initial",
 ) -> Algorithm:
     """Any base algorithm, for the shared part of the model only. A client keeps its personal part.
 
@@ -69,10 +73,7 @@ def partly_shared(
         ``personal=lambda path: False`` to share everything, ``lambda path: True`` to train every client alone. A
         `Simulation` raises it if base_epochs is not less than the local epochs.
     """
-    base = fedavg() if base is None else checks.instance("base", base, Algorithm, "pass fd.algorithms.scaffold()")
-    checks.choice("schedule", schedule, ("joint", "alternate", "frozen"))
-    base_epochs = checks.integer("base_epochs", base_epochs, 1)
-    checks.choice("new_clients", new_clients, ("initial", "mean"))
+    base = base or fedavg()
     averages = new_clients == "mean"
     if averages and schedule == "frozen":
         raise ConfigurationError(

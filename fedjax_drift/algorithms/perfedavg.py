@@ -18,24 +18,25 @@ Copies by others consume two or three batches in each step. With `delta=None`, (
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.local import full_gradient, train_with
+from fedjax_drift.spec import Fix, NonNegative, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm
 
 
 @algorithm
 def perfedavg(
-    alpha: float = 0.01,
-    variant: str = "hessian_free",
-    delta: float | None = 1e-3,
-    batches: str = "independent",
-    weighting: str = "uniform",
+    alpha: NonNegative = 0.01,
+    variant: Literal["hessian_free", "first_order"] = "hessian_free",
+    delta: Annotated[Positive, Fix("None means the exact product")] | None = 1e-3,
+    batches: Literal["independent", "same"] = "independent",
+    weighting: Weighting = "uniform",
 ) -> Algorithm:
     """A global model from which one gradient step gives each client a good model of its own.
 
@@ -53,10 +54,6 @@ def perfedavg(
     Raises:
       ValueError: a value is out of range, or an option is unknown.
     """
-    alpha = checks.nonnegative("alpha", alpha)
-    checks.choice("variant", variant, ("hessian_free", "first_order"))
-    delta = None if delta is None else checks.positive("delta", delta, "None means the exact product")
-    checks.choice("batches", batches, ("independent", "same"))
     base, parts = fedavg(weighting=weighting), 3 if batches == "independent" else 1
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

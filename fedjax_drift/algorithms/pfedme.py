@@ -23,16 +23,17 @@ Deviations:
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.local import train_with
+from fedjax_drift.spec import Count, NonNegative, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, Work, algorithm
 
 
@@ -42,12 +43,12 @@ class Client(NamedTuple):
 
 @algorithm
 def pfedme(
-    lam: float = 15.0,
-    inner_steps: int = 5,
-    inner_lr: float = 0.1,
-    beta: float = 1.0,
-    inner_start: str = "warm",
-    weighting: str = "uniform",
+    lam: NonNegative = 15.0,
+    inner_steps: Count = 5,
+    inner_lr: Positive = 0.1,
+    beta: Positive = 1.0,
+    inner_start: Literal["warm", "local"] = "warm",
+    weighting: Weighting = "uniform",
 ) -> Algorithm:
     """Personal models that minimise the client's loss near the global model. The state of a client is one model.
 
@@ -63,11 +64,6 @@ def pfedme(
     Raises:
       ValueError: a value is out of range, an option is unknown, or local training uses momentum or another optimizer.
     """
-    lam = checks.nonnegative("lam", lam)
-    inner_steps = checks.integer("inner_steps", inner_steps, 1)
-    inner_lr = checks.positive("inner_lr", inner_lr)
-    beta = checks.positive("beta", beta)
-    checks.choice("inner_start", inner_start, ("warm", "local"))
     base = fedavg(beta, weighting)  # (3)
 
     def client_update(server: Any, client: Client, work: Work) -> ClientResult:

@@ -15,14 +15,15 @@ the same in the objective. L = 1 / eta_t by default. In the paper, it is 1 over 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import full_loss, train
+from fedjax_drift.spec import Fix, NonNegative, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
 
@@ -32,7 +33,9 @@ class Server(NamedTuple):
 
 
 @algorithm
-def qfedavg(q: float = 1.0, lipschitz: float | None = None) -> Algorithm:
+def qfedavg(
+    q: NonNegative = 1.0, lipschitz: Annotated[Positive, Fix("None means 1 / eta_t")] | None = None
+) -> Algorithm:
     """FedAvg that gives clients with a larger loss a larger weight, so that the losses become more equal.
 
     Clients keep no state. They compute their loss at w, which costs a forward pass over their examples. All clients
@@ -46,8 +49,6 @@ def qfedavg(q: float = 1.0, lipschitz: float | None = None) -> Algorithm:
     Raises:
       ValueError: a value is out of range. A `Simulation` refuses asynchronous rounds with clients of several versions.
     """
-    q = checks.nonnegative("q", q)
-    lipschitz = None if lipschitz is None else checks.positive("lipschitz", lipschitz, "None means 1 / eta_t")
 
     def init_server(params: Params) -> Server:
         return Server(params, jnp.ones(()))

@@ -25,17 +25,19 @@ Both repositories also train every client for exactly Kbar steps. This is not im
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import WEIGHTINGS, equally, mean_of_equals, weight
+from fedjax_drift import tree
+from fedjax_drift.algorithms.fedavg import Weighting, equally, mean_of_equals, weight
 from fedjax_drift.local import full_gradient, train
+from fedjax_drift.spec import Flag, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
-LRS, STEPS = ("current", "initial"), ("own", "mean")
+Rate = Literal["current", "initial"]
+Steps = Literal["own", "mean"]
 
 
 class Server(NamedTuple):
@@ -49,12 +51,12 @@ class Client(NamedTuple):
 
 @algorithm
 def scaffold(
-    server_lr: float = 1.0,
-    option: str = "II",
-    scale_by_size: bool = False,
-    variate_lr: str = "current",
-    variate_steps: str = "own",
-    weighting: str = "uniform",
+    server_lr: Positive = 1.0,
+    option: Literal["I", "II"] = "II",
+    scale_by_size: Flag = False,
+    variate_lr: Rate = "current",
+    variate_steps: Steps = "own",
+    weighting: Weighting = "uniform",
 ) -> Algorithm:
     """Local training that is corrected by control variates of the server and of the clients.
 
@@ -74,12 +76,6 @@ def scaffold(
     Raises:
       ValueError: server_lr is not positive, or an option is unknown.
     """
-    server_lr = checks.positive("server_lr", server_lr)
-    checks.choice("option", option, ("I", "II"))
-    scale_by_size = checks.flag("scale_by_size", scale_by_size)
-    checks.choice("variate_lr", variate_lr, LRS)
-    checks.choice("variate_steps", variate_steps, STEPS)
-    checks.choice("weighting", weighting, WEIGHTINGS)
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))

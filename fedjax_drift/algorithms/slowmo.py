@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import jax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import fedavg
+from fedjax_drift.spec import Fraction, Positive
 from fedjax_drift.types import Algorithm, Needs, Params, PyTree, Round, algorithm
 
 
@@ -25,7 +26,7 @@ class Server(NamedTuple):
 
 
 @algorithm
-def slowmo(beta: float, alpha: float = 1.0) -> Algorithm:
+def slowmo(beta: Fraction, alpha: Positive = 1.0) -> Algorithm:
     """FedAvg with momentum on the server.
 
     The momentum m has the units of a gradient, so it remains valid if the learning rate changes. All clients have
@@ -40,8 +41,6 @@ def slowmo(beta: float, alpha: float = 1.0) -> Algorithm:
     Raises:
       ValueError: beta is outside [0, 1), or alpha is not positive.
     """
-    beta = checks.fraction("beta", beta)
-    alpha = checks.positive("alpha", alpha)
 
     def init_server(params: Params) -> Server:
         return Server(params, tree.zeros_like(params))

@@ -1,0 +1,275 @@
+"""What an argument may be: declared once, in its annotation.
+
+    @algorithm
+    def fedprox(mu: NonNegative, server_lr: Positive = 1.0, weighting: Weighting = "examples") -> Algorithm: ...
+
+    @dataclass(frozen=True)
+    @checked
+    class LocalTraining:
+        epochs: Count = 1
+        lr_decay: Annotated[Positive, Fix("1 keeps the learning rate constant")] = 1.0
+        direction: Literal["ascent", "descent"] | None = None
+
+A type checker reads ``Positive`` as float. From the declaration follow the error for a wrong value, with the form
+``NAME must be ALLOWED, got VALUE: FIX``, and which arguments are numbers of a compiled program (`recipes`). A parameter
+whose annotation declares nothing is not checked.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+
+import jax
+import numpy as np
+
+from fedjax_drift import checks
+
+C = TypeVar("C", bound=Callable)
+EMPTY = inspect.Parameter.empty
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a value may be.
+
+    Attributes:
+      check: ``check(name, value, fix) -> value``, as Python's own type. It raises ConfigurationError for a wrong value.
+      kind: "number", "integer", "flag", "word" and so on. Only a "number" is a number of a compiled program.
+      right, wrong: values at the edge of what is allowed, on both sides, for tests.
+    """
+
+    check: Callable[[str, Any, str], Any]
+    kind: str
+    right: tuple[Any, ...] = ()
+    wrong: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fix:
+    """The hint at the end of the message: ``Annotated[Positive, Fix("None means no clipping")]``."""
+
+    text: str
+
+
+def number(
+    allowed: str,
+    ok: Callable[[Any], bool],
+    right: tuple[Any, ...],
+    wrong: tuple[Any, ...],
+    off: int | None = None,
+    computed: bool = True,
+) -> Spec:
+    """A finite number. Tracers pass.
+
+    off: the number that switches something off. It is returned as an int, so that it is a constant of a program.
+    computed: whether JAX computes with it, see `checks.number`.
+    """
+
+    def check(name: str, value: Any, fix: str) -> Any:
+        result = checks.number(name, value, allowed, ok, fix, computed)
+        return off if off is not None and not isinstance(result, jax.core.Tracer) and result == off else result
+
+    return Spec(check, "number", right, wrong)
+
+
+def integer(low: int, high: int = checks.MOST) -> Spec:
+    """An integer in low..high."""
+    beyond = () if high == checks.MOST else (high + 1,)
+    return Spec(lambda n, value, fix: checks.integer(n, value, low, high, fix), "integer", (low,), (low - 1, *beyond))
+
+
+def pair(allowed: str, each: Any) -> Spec:
+    """Two numbers. each: their declaration, such as `Positive`."""
+    (one,) = each.__metadata__
+
+    def check(name: str, value: Any, fix: str) -> tuple[Any, ...]:
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            checks.refuse(name, allowed, checks.shown(value), fix)
+        return tuple(one.check(f"{name}[{i}]", item, "") for i, item in enumerate(value))
+
+    return Spec(check, "pair")
+
+
+def instance(kind: type, what: str = "") -> Spec:
+    """A value of this type. what: says this in the message."""
+    return Spec(lambda name, value, fix: checks.instance(name, value, kind, fix, what), "instance")
+
+
+def words(*allowed: str) -> Spec:
+    """Several of these words, or one, or True for all, or False for none."""
+    return Spec(lambda name, value, fix: checks.choices(name, value, allowed), "words", (*allowed, True, False, ()))
+
+
+def array(allowed: str, ok: Callable[[np.ndarray], Any]) -> Spec:
+    """A numeric array. ok: also called for arrays without elements."""
+
+    def check(name: str, value: Any, fix: str) -> np.ndarray:
+        result = checks.array(name, value)
+        if not ok(result):
+            numbers = result.size and result.dtype.kind in "fiu"
+            values = f" with values from {result.min():g} to {result.max():g}" if numbers else ""
+            checks.refuse(name, allowed, f"{result.dtype}{[*result.shape]}{values}", fix)
+        return result
+
+    return Spec(check, "array")
+
+
+def numbers(array: np.ndarray, ndim: int, kinds: str = "fiu") -> bool:
+    """Whether an array has real numbers, finite ones, at least one, and this number of axes."""
+    return array.ndim == ndim and array.dtype.kind in kinds and bool(array.size) and bool(np.isfinite(array).all())
+
+
+def function(form: str) -> Spec:
+    """A function of this form, such as ``(x, y) -> domain``. Its arguments are positional."""
+    takes = len(form[1 : form.index(")")].split(","))
+    return Spec(lambda name, value, fix: checks.function(name, value, fix, takes, form), "function")
+
+
+def _choice(allowed: tuple[str, ...]) -> Spec:
+    return Spec(lambda name, value, fix: checks.choice(name, value, allowed), "word", allowed)
+
+
+Positive = Annotated[float, number("a finite number > 0", lambda v: v > 0, (0.5,), (0, -1))]
+NonNegative = Annotated[float, number("a finite number >= 0", lambda v: v >= 0, (0, 0.5), (-1,))]
+Finite = Annotated[float, number("finite", lambda v: True, (0, -1), ())]
+Fraction = Annotated[float, number("in [0, 1)", lambda v: 0 <= v < 1, (0, 0.5), (1, -0.1))]
+Share = Annotated[float, number("in (0, 1]", lambda v: 0 < v <= 1, (0.5, 1), (0, 1.5))]
+Mix = Annotated[float, number("in 0..1", lambda v: 0 <= v <= 1, (0, 1), (-0.1, 1.5))]
+Probability = Annotated[float, number("a probability in 0..1", lambda v: 0 <= v <= 1, (0, 1), (-0.1, 1.5))]
+Count = Annotated[int, integer(1)]
+CountOrZero = Annotated[int, integer(0)]
+Flag = Annotated[bool, Spec(checks.flag, "flag", (True, False))]
+Text = Annotated[str, Spec(checks.text, "text")]
+PATH = Spec(lambda name, value, fix: checks.path(name, value, fix).absolute(), "path")  # a pathlib.Path
+Amount = Annotated[float, number("a finite number > 0", lambda v: v > 0, (0.5,), (0, -1), computed=False)]
+
+
+class Argument(NamedTuple):
+    """A parameter's declaration, read from its annotation."""
+
+    spec: Spec | None = None  # None: any value
+    fix: str = ""
+    others: tuple[Any, ...] = ()  # None and the words that are allowed besides
+    number: bool = False  # whether it is a number of a compiled program
+
+    def check(self, name: str, value: Any) -> Any:
+        """The value, as Python's own type. Raises ConfigurationError unless it is allowed."""
+        if self.spec is None or any(
+            value is other or isinstance(value, str) and value == other for other in self.others
+        ):
+            return value
+        return self.spec.check(name, value, self.fix)
+
+
+class Declared:
+    """The declared arguments of a function or of a dataclass. Annotations are read when they are first needed."""
+
+    def __init__(self, of: Callable[..., Any]) -> None:
+        self.of, self.signature = of, inspect.signature(of)
+        parameters = self.signature.parameters.values()
+        self._starred = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters)
+        self._defaults = {p.name: p.default for p in parameters}
+        self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Argument]:
+        """By name, without those that declare nothing."""
+        names = _names(self.of)
+        read = {name: _argument(_evaluated(p.annotation, names)) for name, p in self.signature.parameters.items()}
+        return {name: argument for name, argument in read.items() if argument.spec or argument.number}
+
+    @functools.cached_property
+    def numbers(self) -> frozenset[str]:
+        """The names of the arguments that are numbers of a compiled program."""
+        return frozenset(name for name, argument in self.arguments.items() if argument.number)
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """All arguments by name, with the defaults."""
+        if not self._starred:  # as `inspect.Signature.bind`, which takes ten times as long
+            given = self._defaults | dict(zip(self._positional, args, strict=False)) | kwargs
+            fits = len(args) <= len(self._positional) and kwargs.keys().isdisjoint(self._positional[: len(args)])
+            if fits and len(given) == len(self._defaults) and not any(value is EMPTY for value in given.values()):
+                return given
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError:
+            self.of(*args, **kwargs)  # raises Python's own error, which names the function
+            raise
+        bound.apply_defaults()
+        return bound.arguments
+
+    def call(self, given: Mapping[str, Any]) -> Any:
+        """Checks all arguments, and calls the function with them."""
+        declared = self.arguments
+        values = {n: declared[n].check(n, value) if n in declared else value for n, value in given.items()}
+        if not self._starred:
+            return self.of(**values)
+        bound = inspect.BoundArguments(self.signature, values)  # type: ignore[arg-type]
+        return self.of(*bound.args, **bound.kwargs)
+
+
+def checked(of: C) -> C:
+    """Decorates a function, whose arguments are checked before it is called; or a class, below
+    ``@dataclass(frozen=True)``, whose fields are checked before its ``__post_init__`` is called."""
+    return _checked_class(of) if isinstance(of, type) else _checked_function(of)
+
+
+def _checked_function(function: Any) -> Any:
+    declared = Declared(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return declared.call(declared.bind(args, kwargs))
+
+    return call
+
+
+def _checked_class(cls: Any) -> Any:
+    declared = functools.cache(lambda: Declared(cls).arguments)
+    together = getattr(cls, "__post_init__", None)
+
+    def post_init(self: Any) -> None:
+        for name, argument in declared().items():
+            # As Python's own types, because arrays are not hashable. The dataclass is frozen.
+            object.__setattr__(self, name, argument.check(name, getattr(self, name)))
+        if together is not None:
+            together(self)
+
+    cls.__post_init__ = post_init
+    return cls
+
+
+def _argument(annotation: Any) -> Argument:
+    members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    notes = [note for member in members for note in getattr(member, "__metadata__", ())]
+    allowed = tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))
+    spec = next((note for note in notes if isinstance(note, Spec)), None)
+    others = (None,) if type(None) in members else ()
+    if spec is None and allowed:
+        spec, allowed = _choice(allowed), ()
+    fix = next((note.text for note in notes if isinstance(note, Fix)), "")
+    return Argument(spec, fix, (*others, *allowed), float in members or spec is not None and spec.kind == "number")
+
+
+def _names(of: Callable[..., Any]) -> dict[str, Any]:
+    """The names that the annotations of a function or a class may use."""
+    inner = inspect.unwrap(of)
+    if inspect.isfunction(inner):
+        return dict(inner.__globals__) | dict(inspect.getclosurevars(inner).nonlocals)
+    return dict(vars(sys.modules[inner.__module__]))
+
+
+def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
+    """The annotation. None if it is a text with names that are not known when the program runs."""
+    if not isinstance(annotation, str):
+        return annotation
+    try:
+        return eval(annotation, dict(names))
+    except Exception:  # a user's own annotation may be anything
+        return None
