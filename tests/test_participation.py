@@ -449,7 +449,7 @@ BAD = [
     (lambda: fd.participation.markov(0.0, 0.5), r"up must be in \(0, 1\]"),
     (lambda: fd.participation.trace([[0, 1]]), r"available must be bool \[T, N\]"),
     (lambda: fd.participation.schedule([0, 1]), r"ids must be client ids \[T, K\]"),
-    (lambda: fd.participation.schedule([[0, -1]]), r"ids must be client ids \[T, K\].*smallest -1"),
+    (lambda: fd.participation.schedule([[0, -1]]), r"ids must be client ids \[T, K\].*values from -1 to"),
 ]
 
 

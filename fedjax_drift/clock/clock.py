@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, reprs
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import reprs, spec
 from fedjax_drift.recipes import Recipe, recorded
+from fedjax_drift.spec import Count, CountOrZero, Fix, NonNegative
 
 
 class Clock(NamedTuple):
@@ -44,14 +44,17 @@ def synchronous() -> Clock:
     return Clock()
 
 
+Hinge = Annotated[tuple[float, float], spec.pair("two numbers (a, b)", NonNegative), Fix("pass (10, 4), for example")]
+
+
 @recorded
 def asynchronous(
-    concurrency: int,
-    staleness: str = "constant",
-    exponent: float = 0.5,
-    hinge: tuple[float, float] = (10.0, 4.0),
-    max_staleness: int = 20,
-    mixes: str = "updates",
+    concurrency: Count,
+    staleness: Literal["constant", "polynomial", "hinge"] = "constant",
+    exponent: NonNegative = 0.5,
+    hinge: Hinge = (10.0, 4.0),
+    max_staleness: CountOrZero = 20,
+    mixes: Literal["updates", "models"] = "updates",
 ) -> Clock:
     """Clients report when they are ready, and the server is updated with every K reports.
 
@@ -84,19 +87,11 @@ def asynchronous(
     Raises:
       ValueError: an argument is out of range.
     """
-    concurrency = checks.integer("concurrency", concurrency, 1)
-    max_staleness = checks.integer("max_staleness", max_staleness, 0)
-    checks.choice("mixes", mixes, ("updates", "models"))
-    exponent = checks.nonnegative("exponent", exponent)
-    if not isinstance(hinge, tuple | list) or len(hinge) != 2:
-        raise ConfigurationError(
-            f"hinge must be two numbers (a, b), got {checks.shown(hinge)}: pass (10, 4), for example"
-        )
-    a, b = (checks.nonnegative(f"hinge[{i}]", value) for i, value in enumerate(hinge))
+    a, b = hinge
     discounts: dict[str, Callable[[Any], Any]] = {
         "constant": jnp.ones_like,
         "polynomial": lambda tau: (1 + tau) ** -exponent,
         "hinge": lambda tau: 1 / (a * jnp.maximum(tau - b, 0) + 1),
     }
-    discount = discounts[checks.choice("staleness", staleness, discounts)]
+    discount = discounts[staleness]
     return Clock(concurrency, discount, max_staleness, mixes, "asynchronous")

@@ -4,16 +4,36 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from fedjax_drift import checks, reprs
-from fedjax_drift.devices.launch import traced
+from fedjax_drift import checks, reprs, spec
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import NonNegative, checked
+
+
+def _speed(endless: bool) -> spec.Spec:
+    """A number > 0, or an array [N] of them. endless: whether they may be infinite."""
+    each = spec.array(
+        "a number > 0, or an array [N] of them",
+        lambda values: values.ndim == 1 and values.size and values.dtype.kind in "fiu" and (values > 0).all()
+        and (endless or np.isfinite(values).all()),
+    )  # fmt: skip
+
+    def check(name: str, value: Any, fix: str) -> Any:
+        if checks.items(value) is not None:
+            return each.check(name, value, fix).astype(float)
+        scalar = checks.one_in(value)
+        if endless and isinstance(scalar, float) and scalar == math.inf:
+            return math.inf
+        return checks.positive(name, value, fix)
+
+    return spec.Spec(check, "number", (0.5, (0.5, 1)), (0, -1, (0.5, 0)))
 
 
 @dataclass(frozen=True, repr=False)
+@checked
 class Devices:
     """The speeds of the clients' devices, for ``Simulation(devices=)``.
 
@@ -32,20 +52,13 @@ class Devices:
       seconds_per_step: > 0, the time of a local step at median speed, a number or an array [N]. Default: 1.
     """
 
-    speed_spread: float = 0.0
-    up: float | np.ndarray = math.inf
-    down: float | np.ndarray = math.inf
-    seconds_per_step: float | np.ndarray = 1.0
+    speed_spread: NonNegative = 0.0
+    up: Annotated[float | np.ndarray, _speed(endless=True)] = math.inf
+    down: Annotated[float | np.ndarray, _speed(endless=True)] = math.inf
+    seconds_per_step: Annotated[float | np.ndarray, _speed(endless=False)] = 1.0
 
     def __repr__(self) -> str:
         return reprs.fields(self)
-
-    def __post_init__(self) -> None:
-        checked: dict[str, Any] = {"speed_spread": checks.nonnegative("speed_spread", self.speed_spread)}
-        for name, endless in (("up", True), ("down", True), ("seconds_per_step", False)):
-            checked[name] = _checked(name, getattr(self, name), endless)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
 
     def check_number(self, N: int) -> None:
         """Checks that the arrays have a value for each of the N clients."""
@@ -55,22 +68,3 @@ class Devices:
                 raise ConfigurationError(
                     f"{name} must be a number, or have a value for each of the {N} clients, got {[*value.shape]}"
                 )
-
-
-def _checked(name: str, value: Any, endless: bool) -> Any:
-    """A positive number as a float, or positive numbers as an array. endless: whether they may be infinite."""
-    if traced(value):
-        return value
-    if checks.items(value) is not None:
-        values = checks.array(name, value)
-        valid = values.ndim == 1 and values.size and values.dtype.kind in "fiu" and (values > 0).all()
-        if not valid or not (endless or np.isfinite(values).all()):
-            raise ConfigurationError(
-                f"{name} must be a number > 0, or an array [N] of them, got {values.dtype}{[*values.shape]}"
-                + (f" from {values.min():g} to {values.max():g}" if values.size and values.dtype.kind in "fiu" else "")
-            )
-        return values.astype(float)
-    scalar = checks.one_in(value)
-    if endless and isinstance(scalar, float) and scalar == math.inf:
-        return math.inf
-    return checks.positive(name, value)

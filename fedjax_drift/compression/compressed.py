@@ -21,16 +21,17 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import checks, spec, tree
 from fedjax_drift.compression.codec import Codec
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.message import Coded, decoded, is_like
+from fedjax_drift.spec import Fix, Flag
 from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Params, PyTree, Trained, Work, algorithm
 from fedjax_drift.wrapping import PHASES, inside
 
@@ -42,8 +43,14 @@ class Client(NamedTuple):
     residual: PyTree  # e_i, shaped like a message; () before `complete`
 
 
+Base = Annotated[Algorithm, spec.instance(Algorithm), Fix("call the factory, such as fd.algorithms.fedavg()")]
+Coder = Annotated[Codec, spec.instance(Codec), Fix("pass fd.compression.top_k(0.01), for example")]
+
+
 @algorithm
-def compressed(base: Algorithm, codec: Codec, error_feedback: bool = True, parts: str = "all") -> Algorithm:
+def compressed(
+    base: Base, codec: Coder, error_feedback: Flag = True, parts: Literal["all", "params"] = "all"
+) -> Algorithm:
     """Any algorithm, whose clients send their messages through a codec.
 
     `info` has the bytes that each client sends, ``uplink_bytes`` [K], and ``compression_error`` [K], which is
@@ -62,10 +69,6 @@ def compressed(base: Algorithm, codec: Codec, error_feedback: bool = True, parts
     Raises:
       ValueError: an argument is of the wrong type, or the codec does not return (decoded, bits).
     """
-    checks.instance("base", base, Algorithm, "call the factory, such as fd.algorithms.fedavg()")
-    checks.instance("codec", codec, Codec, "pass fd.compression.top_k(0.01), for example")
-    error_feedback = checks.flag("error_feedback", error_feedback)
-    checks.choice("parts", parts, ("all", "params"))
     check_codec(codec)
 
     inner = inside(base, client="base" if error_feedback else None, message=decoded)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.compression.codec import Codec, bits_of
 from fedjax_drift.recipes import recorded
 
@@ -31,7 +31,7 @@ def cast(dtype: Any = "bfloat16") -> Codec:
 
 
 @recorded
-def qsgd(levels: int) -> Codec:
+def qsgd(levels: Annotated[int, spec.integer(1, 2**20)]) -> Codec:
     """QSGD (Alistarh, Grubic, Li, Tomioka, Vojnovic 2017, arXiv 1610.02132, section 3.1). It is unbiased.
 
         x_j -> ||x||_2 sign(x_j) xi_j / s
@@ -42,7 +42,7 @@ def qsgd(levels: int) -> Codec:
     Args:
       levels: s, the number of levels above 0, >= 1.
     """
-    s = checks.integer("levels", levels, 1, 2**20)
+    s = levels
 
     def send(key: jax.Array, x: jax.Array) -> tuple[jax.Array, int]:
         norm = jnp.sqrt((x * x).sum())
@@ -54,14 +54,13 @@ def qsgd(levels: int) -> Codec:
 
 
 @recorded
-def sign(scale: str = "l1") -> Codec:
+def sign(scale: Literal["l1", "none"] = "l1") -> Codec:
     """The sign of every value (+1 for 0), with one bit. It is biased, so use it with error feedback.
 
     Args:
       scale: "l1" (default): the signs are multiplied by ||x||_1 / d, which is sent in 32 bits (Karimireddy, Rebjock,
         Stich, Jaggi 2019, arXiv 1901.09847). "none": the decoded values are +1 and -1, as in signSGD.
     """
-    checks.choice("scale", scale, ("l1", "none"))
 
     def send(key: jax.Array, x: jax.Array) -> tuple[jax.Array, int]:
         signs = _signs(x)

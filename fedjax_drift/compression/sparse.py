@@ -7,18 +7,21 @@ bitmap of d bits if this is shorter.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift import checks
 from fedjax_drift.compression.codec import Codec, bits_of
 from fedjax_drift.recipes import recorded
+from fedjax_drift.spec import Fix, Flag, Share
+
+Sent = Annotated[Share, Fix("0.01 sends 1 % of the values")]
 
 
 @recorded
-def top_k(fraction: float) -> Codec:
+def top_k(fraction: Sent) -> Codec:
     """The k values with the largest magnitudes, and zeros. It is biased, so use it with error feedback.
 
     Of equal magnitudes, those with the smallest indices are sent.
@@ -26,7 +29,6 @@ def top_k(fraction: float) -> Codec:
     Args:
       fraction: of the values that are sent, in (0, 1].
     """
-    fraction = _checked(fraction)
 
     def send(key: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         k = number_sent(fraction, x.size)
@@ -38,7 +40,7 @@ def top_k(fraction: float) -> Codec:
 
 
 @recorded
-def random_k(fraction: float, scale: bool = False) -> Codec:
+def random_k(fraction: Sent, scale: Flag = False) -> Codec:
     """k random values, each set of k values equally likely, and zeros.
 
     Args:
@@ -46,7 +48,6 @@ def random_k(fraction: float, scale: bool = False) -> Codec:
       scale: whether the values are multiplied by d / k. The decoded array is then unbiased, and not a contraction: use
         it without error feedback. Default: False.
     """
-    fraction, scale = _checked(fraction), checks.flag("scale", scale)
 
     def send(key: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         k = number_sent(fraction, x.size)
@@ -87,7 +88,3 @@ def largest(x: jax.Array, k: jax.Array) -> jax.Array:
 
 def _unsigned(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(f"uint{8 * dtype.itemsize}")
-
-
-def _checked(fraction: float) -> float:
-    return checks.number("fraction", fraction, "in (0, 1]", lambda v: 0 < v <= 1, "0.01 sends 1 % of the values")

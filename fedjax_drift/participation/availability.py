@@ -8,17 +8,18 @@ round. It isn't the mean over all clients: for this, the probability that a clie
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import spec
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.participation.cohorts import uniform
 from fedjax_drift.participation.rule import Clients, Participation
 from fedjax_drift.recipes import recorded
+from fedjax_drift.spec import Count, Fix, Flag, Positive, Probability, Share
 from fedjax_drift.tree import PyTree
 from fedjax_drift.types import THREEFRY
 
@@ -32,8 +33,17 @@ class Restricted(NamedTuple):
     base: PyTree  # the state of the rule that selects
 
 
+Base = Annotated[Participation, spec.instance(Participation), Fix("fd.participation.uniform()")]
+Phases = Annotated[
+    np.ndarray, spec.array("a finite number for each client, [N]", lambda phases: spec.numbers(phases, 1))
+]
+Availability = Annotated[
+    np.ndarray, spec.array("bool [T, N]", lambda rows: rows.ndim == 2 and rows.size and rows.dtype == bool)
+]
+
+
 @recorded
-def cyclic(groups: int, shuffle: bool = True, base: Participation | None = None) -> Participation:
+def cyclic(groups: Count, shuffle: Flag = True, base: Base | None = None) -> Participation:
     """The clients form G groups, and group t mod G is available in round t.
 
     Eichner et al. 2019 (arXiv 1904.10120) and Cho et al. 2023 (arXiv 2302.03109) study it. The sizes of two groups
@@ -45,7 +55,6 @@ def cyclic(groups: int, shuffle: bool = True, base: Participation | None = None)
         consecutive ids.
       base: the rule that selects from the available clients. Default: `uniform`.
     """
-    groups, shuffle = checks.integer("groups", groups, 1), checks.flag("shuffle", shuffle)
 
     def init(key: jax.Array, clients: Clients) -> jax.Array:
         N = len(clients.sizes)
@@ -61,7 +70,7 @@ def cyclic(groups: int, shuffle: bool = True, base: Participation | None = None)
 
 @recorded
 def diurnal(
-    period: float, phases: np.ndarray | None = None, floor: float = 0.0, base: Participation | None = None
+    period: Positive, phases: Phases | None = None, floor: Probability = 0.0, base: Base | None = None
 ) -> Participation:
     """Client i is available with probability floor + (1 - floor) (1 + sin(2 pi (t / period + phase_i))) / 2.
 
@@ -71,20 +80,15 @@ def diurnal(
       floor: the smallest probability, in 0..1.
       base: the rule that selects from the available clients. Default: `uniform`.
     """
-    period, floor = checks.positive("period", period), checks.probability("floor", floor)
-    given = None if phases is None else checks.array("phases", phases)
-    numbers = given is None or given.ndim == 1 and given.size and given.dtype.kind in "fiu"
-    if not numbers or given is not None and not np.isfinite(given).all():
-        raise ConfigurationError(f"phases must be a finite number for each client, [N], got {checks.shown(phases)}")
 
     def available(own: PyTree, key: jax.Array, t: jax.Array, N: int) -> jax.Array:
-        phase = jnp.asarray(np.arange(N) / N if given is None else given, float)
+        phase = jnp.asarray(np.arange(N) / N if phases is None else phases, float)
         share = (1 + jnp.sin(2 * jnp.pi * (t / period + phase))) / 2
         return jax.random.uniform(key, (N,)) < floor + (1 - floor) * share
 
     def check(N: int) -> None:
-        if given is not None and len(given) != N:
-            raise ConfigurationError(f"phases must have a number for each of the {N} clients, got {len(given)}")
+        if phases is not None and len(phases) != N:
+            raise ConfigurationError(f"phases must have a number for each of the {N} clients, got {len(phases)}")
 
     return _restricted("diurnal", base, available, check=check)
 
@@ -97,7 +101,7 @@ class Switching(NamedTuple):
 
 
 @recorded
-def markov(up: float, down: float, base: Participation | None = None) -> Participation:
+def markov(up: Share, down: Probability, base: Base | None = None) -> Participation:
     """Every client switches between away and available, independently of the others.
 
     It starts in the stationary distribution, in which it is available with probability up / (up + down).
@@ -107,7 +111,6 @@ def markov(up: float, down: float, base: Participation | None = None) -> Partici
       down: the probability per round that an available client goes away, in 0..1.
       base: the rule that selects from the available clients. Default: `uniform`.
     """
-    up, down = checks.number("up", up, "in (0, 1]", lambda v: 0 < v <= 1), checks.probability("down", down)
 
     def init(key: jax.Array, clients: Clients) -> Switching:
         key, use = jax.random.split(key)
@@ -123,22 +126,19 @@ def markov(up: float, down: float, base: Participation | None = None) -> Partici
 
 
 @recorded
-def trace(available: np.ndarray, base: Participation | None = None) -> Participation:
+def trace(available: Availability, base: Base | None = None) -> Participation:
     """Availability as recorded, from a trace of devices: row t in round t, and after the last row again from the first.
 
     Args:
       available: bool [T, N].
       base: the rule that selects from the available clients. Default: `uniform`.
     """
-    rows = checks.array("available", available)
-    if rows.ndim != 2 or not rows.size or rows.dtype != bool:
-        raise ConfigurationError(f"available must be bool [T, N], got {rows.dtype}{[*rows.shape]}")
 
     def check(N: int) -> None:
-        if rows.shape[1] != N:
-            raise ConfigurationError(f"available must be [T, {N}], for {N} clients, got {[*rows.shape]}")
+        if available.shape[1] != N:
+            raise ConfigurationError(f"available must be [T, {N}], for {N} clients, got {[*available.shape]}")
 
-    return _restricted("trace", base, lambda own, key, t, N: jnp.asarray(rows)[t % len(rows)], check=check)
+    return _restricted("trace", base, lambda own, key, t, N: jnp.asarray(available)[t % len(available)], check=check)
 
 
 def _restricted(
@@ -154,7 +154,7 @@ def _restricted(
     init: the state ``own`` before round 0. check: raises an error if the rule does not fit N clients. advance: the next
     state after a round.
     """
-    inner = uniform() if base is None else checks.instance("base", base, Participation, "fd.participation.uniform()")
+    inner = base or uniform()
 
     def initial(key: jax.Array, clients: Clients) -> Restricted:
         return Restricted(*(f(jax.random.fold_in(key, i), clients) for i, f in ((OWN, init), (BASE, inner.init))))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_drift import checks
+from fedjax_drift import spec
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.participation.rule import Clients, Participation
 from fedjax_drift.recipes import recorded
+from fedjax_drift.spec import Count, Flag
 from fedjax_drift.tree import PyTree
 
 
@@ -33,15 +36,13 @@ def uniform() -> Participation:
 
 
 @recorded
-def bernoulli(nonempty: bool = True) -> Participation:
+def bernoulli(nonempty: Flag = True) -> Participation:
     """Each client with probability K / N, independently of the others.
 
     Args:
       nonempty: whether an empty cohort is drawn again. `fd.aggregation.private` needs independent draws, so a
         `Simulation` sets it to False for this rule.
     """
-
-    nonempty = checks.flag("nonempty", nonempty)
 
     def select(state: PyTree, key: jax.Array, t: jax.Array, K: int, clients: Clients) -> tuple[jax.Array, None]:
         N = len(clients.sizes)
@@ -62,7 +63,7 @@ def bernoulli(nonempty: bool = True) -> Participation:
 
 
 @recorded
-def by_size(replace: bool = False) -> Participation:
+def by_size(replace: Flag = False) -> Participation:
     """K clients with probabilities proportional to their numbers of examples. Their mean has equal weights.
 
     The federation must have fewer than 2**31 examples.
@@ -72,7 +73,6 @@ def by_size(replace: bool = False) -> Participation:
         of FedProx (arXiv 1812.06127, algorithm 2). A client that is drawn twice then counts twice in the mean, and
         trains once.
     """
-    replace = checks.flag("replace", replace)
 
     def select(state: PyTree, key: jax.Array, t: jax.Array, K: int, clients: Clients) -> tuple[jax.Array, None]:
         if not replace:
@@ -85,8 +85,16 @@ def by_size(replace: bool = False) -> Participation:
     return Participation(select, weights="uniform", distinct=not replace, name="by_size")
 
 
+Chances = Annotated[
+    np.ndarray,
+    spec.array(
+        "a probability in (0, 1] for each client, [N]", lambda p: spec.numbers(p, 1) and ((p > 0) & (p <= 1)).all()
+    ),
+]
+
+
 @recorded
-def importance(p: np.ndarray) -> Participation:
+def importance(p: Chances) -> Participation:
     """Client i with probability p_i, independently of the others (Poisson sampling), and with the factor 1 / p_i.
 
     The mean of the messages divides by the sum of the weights of all clients that are available. So its expected value
@@ -99,12 +107,6 @@ def importance(p: np.ndarray) -> Participation:
     Args:
       p: float [N], in (0, 1]. The sum is K, the cohort size.
     """
-    p = checks.array("p", p)
-    if p.ndim != 1 or p.dtype.kind not in "fiu" or not ((p > 0) & (p <= 1)).all():
-        raise ConfigurationError(
-            f"p must be a probability in (0, 1] for each client, [N], got {p.dtype}{[*p.shape]}"
-            + (f" with values from {p.min():g} to {p.max():g}" if p.size and p.dtype.kind in "fiu" else "")
-        )
 
     def select(state: PyTree, key: jax.Array, t: jax.Array, K: int, clients: Clients) -> tuple[jax.Array, jax.Array]:
         chance = jnp.asarray(p, float)
@@ -128,7 +130,7 @@ def importance(p: np.ndarray) -> Participation:
 
 
 @recorded
-def power_of_choice(candidates: int, exact: bool = False) -> Participation:
+def power_of_choice(candidates: Count, exact: Flag = False) -> Participation:
     """The K clients with the highest losses among ``candidates`` clients (Cho, Wang, Joshi 2020, arXiv 2010.01243).
 
     The candidates are different clients, drawn with probabilities proportional to their numbers of examples. The mean
@@ -140,7 +142,6 @@ def power_of_choice(candidates: int, exact: bool = False) -> Participation:
         False (default): their last known loss is used, which is the mean over the steps of their last local training
         (``rpow-d`` in the paper). A client without a known loss comes first.
     """
-    candidates, exact = checks.integer("candidates", candidates, 1), checks.flag("exact", exact)
 
     def init(key: jax.Array, clients: Clients) -> PyTree:
         return () if exact else jnp.full(len(clients.sizes), jnp.inf)
@@ -167,8 +168,14 @@ def power_of_choice(candidates: int, exact: bool = False) -> Participation:
     )
 
 
+Cohorts = Annotated[
+    np.ndarray,
+    spec.array("client ids [T, K], integers of at least 0", lambda ids: spec.numbers(ids, 2, "iu") and ids.min() >= 0),
+]
+
+
 @recorded
-def schedule(ids: np.ndarray) -> Participation:
+def schedule(ids: Cohorts) -> Participation:
     """The cohorts as given: row t of ``ids`` in round t, and after the last row again from the first.
 
     For cohorts that a Python function computes, use `Simulation.run` with ``cohort=``.
@@ -177,22 +184,16 @@ def schedule(ids: np.ndarray) -> Participation:
       ids: int [T, K], client ids. A client that a row repeats trains once and counts as often as it is repeated. The id
         N marks an unused entry.
     """
-    rows = checks.array("ids", ids)
-    if rows.ndim != 2 or not rows.size or rows.dtype.kind not in "iu" or rows.min() < 0:
-        raise ConfigurationError(
-            f"ids must be client ids [T, K], integers of at least 0, got {rows.dtype}{[*rows.shape]}"
-            + (f" with the smallest {rows.min()}" if rows.size and rows.dtype.kind in "iu" else "")
-        )
 
     def select(state: PyTree, key: jax.Array, t: jax.Array, K: int, clients: Clients) -> tuple[jax.Array, None]:
-        row = jnp.asarray(rows, jnp.int32)[t % len(rows)]
+        row = jnp.asarray(ids, jnp.int32)[t % len(ids)]
         return row if clients.available is None else _if_available(row, clients.available), None
 
     def most(N: int, K: int) -> int:
-        if rows.shape[1] != K or rows.max() > N:
+        if ids.shape[1] != K or ids.max() > N:
             raise ConfigurationError(
                 f"ids must be [T, {K}] with values in 0..{N}, for the cohort size {K} and {N} clients, got "
-                f"{[*rows.shape]} with the largest {rows.max()}"
+                f"{[*ids.shape]} with the largest {ids.max()}"
             )
         return K
 

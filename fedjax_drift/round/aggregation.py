@@ -25,6 +25,7 @@ from fedjax_drift.participation import Participation, cyclic, schedule
 from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.recipes import Recipe, recorded
 from fedjax_drift.recipes import recorded as rule
+from fedjax_drift.spec import Count, NonNegative, Positive, Probability
 from fedjax_drift.types import THREEFRY, Metrics, PyTree
 
 __all__ = ["Aggregation", "clipped", "epsilon", "mean", "private", "private_ftrl", "rule"]
@@ -95,7 +96,7 @@ def mean() -> Aggregation:
 
 
 @recorded
-def clipped(norm: float) -> Aggregation:
+def clipped(norm: Positive) -> Aggregation:
     """The weighted mean of messages that are scaled down to a global norm of at most ``norm``.
 
     Clipping bounds the influence of one hostile or diverging client. The norm is computed over the whole message. In
@@ -113,7 +114,6 @@ def clipped(norm: float) -> Aggregation:
     Raises:
       ValueError: ``norm`` is not a finite number > 0.
     """
-    norm = checks.positive("norm", norm)
     return mean()._replace(
         contribute=lambda state, message, weight: (tree.clip(message, norm), weight), name=f"clipped(norm={norm})"
     )
@@ -128,11 +128,11 @@ class Clip(NamedTuple):
 
 @recorded
 def private(
-    clip_norm: float,
-    noise_multiplier: float,
-    target_quantile: float | None = None,
-    clip_lr: float = 0.2,
-    count_stddev: float | None = None,
+    clip_norm: Positive,
+    noise_multiplier: NonNegative,
+    target_quantile: Probability | None = None,
+    clip_lr: Positive = 0.2,
+    count_stddev: Positive | None = None,
 ) -> Aggregation:
     """DP-FedAvg (McMahan et al. 2018, arXiv 1710.06963, algorithm 1 with the estimator f_f), with a fixed clip or an
     adaptive one (Andrew, Thakkar, McMahan, Ramaswamy 2021, arXiv 1905.03871, algorithm 1).
@@ -164,10 +164,7 @@ def private(
     Raises:
       ValueError: an argument is out of range; when a simulation is created, also if z >= 2 count_stddev.
     """
-    clip_norm = checks.positive("clip_norm", clip_norm)
-    z = checks.nonnegative("noise_multiplier", noise_multiplier)
-    clip_lr = checks.positive("clip_lr", clip_lr)
-    stddev = None if count_stddev is None else checks.positive("count_stddev", count_stddev)
+    z, stddev = noise_multiplier, count_stddev
     name = f"private(clip_norm={clip_norm}, noise_multiplier={noise_multiplier})"
     if target_quantile is None:
         if count_stddev is not None:
@@ -184,7 +181,7 @@ def private(
             name=name,
             noise_multiplier=z,
         )
-    gamma = checks.probability("target_quantile", target_quantile)
+    gamma = target_quantile
 
     def contribute(state: Clip, message: PyTree, weight: jax.Array) -> tuple[PyTree, jax.Array]:
         message, finite, norm = _clipped(message, state.norm)
@@ -229,7 +226,7 @@ class Tree(NamedTuple):
 
 
 @recorded
-def private_ftrl(clip_norm: float, noise_multiplier: float, restart_every: int) -> Aggregation:
+def private_ftrl(clip_norm: Positive, noise_multiplier: NonNegative, restart_every: Count) -> Aggregation:
     """DP-FTRL (Kairouz, McMahan, Song, Thakkar, Thakurta, Xu 2021, arXiv 2103.00039) by tree aggregation with restarts.
 
     The noise of the sum of the means of t rounds is that of a binary tree over the rounds:
@@ -253,9 +250,7 @@ def private_ftrl(clip_norm: float, noise_multiplier: float, restart_every: int) 
     Raises:
       ValueError: an argument is out of range.
     """
-    clip_norm = checks.positive("clip_norm", clip_norm)
-    z = checks.nonnegative("noise_multiplier", noise_multiplier)
-    R = checks.integer("restart_every", restart_every, 1)
+    z, R = noise_multiplier, restart_every
 
     def combine(state: Tree, total: PyTree, weight: jax.Array, key: jax.Array, K: int) -> tuple[PyTree, Tree]:
         words = jnp.where(state.step == 0, jax.random.key_data(key), state.words)

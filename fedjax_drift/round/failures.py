@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Fix, NonNegative, Positive, Probability, checked
+
+AT_LEAST_1 = spec.number("a number >= 1", lambda v: 1 <= v < math.inf, (1, 1.5), (0.5,), off=1)
 
 
 @dataclass(frozen=True)
+@checked
 class Failures:
     """Options for simulated client failures, for ``Simulation(failures=)``. By default every client reports.
 
@@ -34,26 +39,15 @@ class Failures:
         with ``deadline`` or ``over_selection``.
     """
 
-    dropout: float = 0.0
-    stragglers: float = 0.0
-    over_selection: float = 1.0
-    deadline: float | None = None
-    speed_spread: float = 0.0
+    dropout: Probability = 0.0
+    stragglers: Probability = 0.0
+    over_selection: Annotated[float, AT_LEAST_1, Fix("1.3 selects 30 % more clients than are aggregated")] = 1.0
+    deadline: Annotated[Positive, Fix("1.5 is 1.5 times the time of a mean client, None means no deadline")] | None = (
+        None
+    )
+    speed_spread: NonNegative = 0.0
 
     def __post_init__(self) -> None:
-        checked = {name: checks.probability(name, getattr(self, name)) for name in ("dropout", "stragglers")}
-        checked["over_selection"] = checks.number(
-            "over_selection", self.over_selection, "a number >= 1", lambda v: 1 <= v < math.inf,
-            "1.3 selects 30 % more clients than are aggregated",
-        )  # fmt: skip
-        if not traced(checked["over_selection"]) and checked["over_selection"].is_integer():
-            checked["over_selection"] = int(checked["over_selection"])  # 1 (int) is not a hyper-parameter
-        checked["speed_spread"] = checks.nonnegative("speed_spread", self.speed_spread)
-        if self.deadline is not None:
-            why = "1.5 is 1.5 times the time of a mean client, None means no deadline"
-            checked["deadline"] = checks.positive("deadline", self.deadline, why)
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)  # as Python numbers, because arrays are not hashable
         spread, over_selection = self.speed_spread, self.over_selection
         useless = self.deadline is None and not traced((spread, over_selection)) and spread and over_selection == 1
         if useless:

@@ -14,23 +14,37 @@ decoded: uint8 images are in [0, 1], or standardised.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.scipy.ndimage import map_coordinates
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.recipes import recorded
 from fedjax_drift.shift.rule import Example, Owner, Shift
+from fedjax_drift.spec import Finite, Fix, NonNegative
 
-By = str | np.ndarray
+STRENGTHS = spec.array(
+    '"client", "all", or a finite strength for each client, [N]', lambda strengths: spec.numbers(strengths, 1)
+)
+By = Annotated[
+    str | np.ndarray,
+    spec.Spec(
+        lambda name, by, fix: (
+            checks.choice(name, by, ("client", "all")) if isinstance(by, str) else STRENGTHS.check(name, by, fix)
+        ),
+        "array",
+        ("client", "all"),
+    ),
+    Fix("pass np.arange(N) % 4 / 4, for example"),
+]
 
 
 @recorded
-def gaussian_noise(sigma: float, by: By = "client") -> Shift:
+def gaussian_noise(sigma: NonNegative, by: By = "client") -> Shift:
     """Adds Gaussian noise with the standard deviation s_i sigma. An example has the same noise in all rounds.
 
     It is the feature skew of NIID-Bench (Li et al. 2022, arXiv 2102.02079), whose code has the standard deviation
@@ -40,7 +54,6 @@ def gaussian_noise(sigma: float, by: By = "client") -> Shift:
       sigma: >= 0.
       by: see the module.
     """
-    sigma = checks.nonnegative("sigma", sigma)
 
     def noisy(key: jax.Array, strength: jax.Array, x: jax.Array) -> jax.Array:
         return x + strength * sigma * jax.random.normal(key, x.shape, x.dtype)
@@ -49,7 +62,7 @@ def gaussian_noise(sigma: float, by: By = "client") -> Shift:
 
 
 @recorded
-def rotate(degrees: float, by: By = "client") -> Shift:
+def rotate(degrees: Finite, by: By = "client") -> Shift:
     """Rotates images about their centre, counter-clockwise by s_i degrees.
 
     Between pixels the values are interpolated linearly. Beyond the edge they are those of the nearest pixel.
@@ -58,24 +71,22 @@ def rotate(degrees: float, by: By = "client") -> Shift:
       degrees: finite.
       by: see the module.
     """
-    degrees = checks.number("degrees", degrees, "finite", lambda v: True)
     return _of_features("rotate", by, lambda key, strength, x: rotated(x, strength * degrees))
 
 
 @recorded
-def brightness(amount: float, by: By = "client") -> Shift:
+def brightness(amount: Finite, by: By = "client") -> Shift:
     """Adds s_i amount to all values. They are not clipped.
 
     Args:
       amount: finite; negative makes images darker.
       by: see the module.
     """
-    amount = checks.number("amount", amount, "finite", lambda v: True)
     return _of_features("brightness", by, lambda key, strength, x: x + strength * amount, images=False)
 
 
 @recorded
-def blur(sigma: float, by: By = "client") -> Shift:
+def blur(sigma: NonNegative, by: By = "client") -> Shift:
     """Convolves images with a Gaussian whose standard deviation is s_i sigma pixels. At the edge its weights are
     scaled, so that they sum to 1.
 
@@ -83,7 +94,6 @@ def blur(sigma: float, by: By = "client") -> Shift:
       sigma: >= 0.
       by: see the module.
     """
-    sigma = checks.nonnegative("sigma", sigma)
 
     def weights(n: int, width: jax.Array) -> jax.Array:
         distance = np.arange(n)[:, None] - np.arange(n)
@@ -126,15 +136,6 @@ def _of_features(
     name: str, by: Any, shifted: Callable[[jax.Array, jax.Array, jax.Array], jax.Array], images: bool = True
 ) -> Shift:
     """The shift ``shifted(key, strength, x) -> x``. images: whether it needs images [H, W, C]."""
-    if isinstance(by, str):
-        checks.choice("by", by, ("client", "all"))
-    else:
-        by = checks.array("by", by)
-        if by.ndim != 1 or not by.size or by.dtype.kind not in "fiu" or not np.isfinite(by).all():
-            raise ConfigurationError(
-                'by must be "client", "all", or a finite strength for each client, [N], got '
-                f"{by.dtype}{[*by.shape]}: pass np.arange(N) % 4 / 4, for example"
-            )
 
     def strength_of(owner: Owner) -> jax.Array:
         N = owner.num_clients

@@ -5,26 +5,40 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_drift import checks, tree
+from fedjax_drift import checks, spec, tree
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.recipes import recorded
 from fedjax_drift.shift.features import check_inputs, rotated
 from fedjax_drift.shift.rule import Example, Owner, Shift, rule, shift_of
+from fedjax_drift.spec import Finite, NonNegative, Positive
 
 # fold_in(key, CHOICE - c) decides which shift an example has, c shifts inside others that have decided before. The
 # shifts of a `chain` have the keys fold_in(key, 0), fold_in(key, 1), ...
 CHOICE = 2**32 - 1
 
 
+ROUNDS = spec.array("one or more rounds >= 0", lambda at: spec.numbers(at, 1, "iu") and at.min() >= 0)
+Rounds = Annotated[
+    Any, spec.Spec(lambda name, at, fix: ROUNDS.check(name, [at] if isinstance(at, Integral) else at, fix), "array")
+]
+Pairs = Annotated[
+    Any,
+    spec.array(
+        "pairs of labels >= 0, such as [(0, 1), (2, 3)]",
+        lambda pairs: spec.numbers(pairs, 2, "iu") and pairs.shape[1] == 2 and pairs.min() >= 0,
+    ),
+]
+
+
 @rule
-def permute_labels(at: int | Sequence[int], pairs: Sequence[Sequence[int]]) -> Any:
+def permute_labels(at: Rounds, pairs: Pairs) -> Any:
     """Exchanges the two labels of every pair in the rounds ``at``: concept drift.
 
     With several rounds, the second exchange restores the labels, the third exchanges them again, and so on.
@@ -33,17 +47,11 @@ def permute_labels(at: int | Sequence[int], pairs: Sequence[Sequence[int]]) -> A
       at: one or more rounds, >= 0.
       pairs: pairs of different labels. A label is in at most one pair.
     """
-    given = checks.array("at", [at] if isinstance(at, Integral) else at)
-    if given.ndim > 1 or given.dtype.kind not in "iu" or not given.size or given.min() < 0:
-        raise ConfigurationError(f"at must be one or more rounds >= 0, got {checks.shown(at)}")
-    rounds = given.reshape(-1).astype(np.int32)  # not a JAX array, which would start the backend
-    listed = checks.array("pairs", pairs)
-    if listed.ndim != 2 or listed.shape[1:] != (2,) or listed.dtype.kind not in "iu" or listed.min() < 0:
-        raise ConfigurationError(f"pairs must be pairs of labels >= 0, such as [(0, 1), (2, 3)], got {pairs!r}")
-    if len(np.unique(listed)) != listed.size:
-        raise ConfigurationError(f"pairs must have each label at most once, got {pairs!r}")
-    other = np.arange(listed.max() + 1)
-    other[listed[:, 0]], other[listed[:, 1]] = listed[:, 1], listed[:, 0]
+    rounds = at.astype(np.int32)  # not a JAX array, which would start the backend
+    if len(np.unique(pairs)) != pairs.size:
+        raise ConfigurationError(f"pairs must have each label at most once, got {pairs.tolist()}")
+    other = np.arange(pairs.max() + 1)
+    other[pairs[:, 0]], other[pairs[:, 1]] = pairs[:, 1], pairs[:, 0]
 
     def permuted(key: jax.Array, t: jax.Array, client: jax.Array, x: jax.Array, y: jax.Array) -> Example:
         if not jnp.issubdtype(y.dtype, jnp.integer):
@@ -55,38 +63,35 @@ def permute_labels(at: int | Sequence[int], pairs: Sequence[Sequence[int]]) -> A
 
 
 @recorded
-def rotate_over_time(degrees_per_round: float, most: float | None = None) -> Shift:
+def rotate_over_time(degrees_per_round: Finite, most: Positive | None = None) -> Shift:
     """Rotates images by ``degrees_per_round`` t degrees, for all clients and for the test set.
 
     Args:
       degrees_per_round: finite.
       most: the largest angle in degrees, > 0. Default: without limit.
     """
-    speed = checks.number("degrees_per_round", degrees_per_round, "finite", lambda v: True)
-    limit = None if most is None else checks.positive("most", most)
 
     def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
         check_inputs("rotate_over_time", x, images=True)
-        angle = speed * t
-        return rotated(x, angle if limit is None else jnp.clip(angle, -limit, limit)), y
+        angle = degrees_per_round * t
+        return rotated(x, angle if most is None else jnp.clip(angle, -most, most)), y
 
     return Shift(change, "rotate_over_time")
 
 
 @recorded
-def sudden(at: float, shift: Shift) -> Shift:
+def sudden(at: NonNegative, shift: Shift) -> Shift:
     """The shift begins in round ``at``, for all examples at once.
 
     Args:
       at: the first round with the shift, >= 0.
       shift: a `Shift`, or a function.
     """
-    at = checks.nonnegative("at", at)
     return _in_share("sudden", lambda t: t >= at, shift)
 
 
 @recorded
-def gradual(begin: float, end: float, shift: Shift) -> Shift:
+def gradual(begin: NonNegative, end: Positive, shift: Shift) -> Shift:
     """The share of the examples with the shift grows linearly, from 0 in round ``begin`` to 1 in round ``end``.
 
     An example that has the shift keeps it.
@@ -96,21 +101,19 @@ def gradual(begin: float, end: float, shift: Shift) -> Shift:
       end: > begin.
       shift: a `Shift`, or a function.
     """
-    begin, end = checks.nonnegative("begin", begin), checks.positive("end", end)
     if not isinstance(begin, jax.core.Tracer) and not isinstance(end, jax.core.Tracer) and end <= begin:
         raise ConfigurationError(f"end must be larger than begin, {begin:g}, got {end:g}: use fd.shift.sudden")
     return _in_share("gradual", lambda t: (t - begin) / (end - begin), shift)
 
 
 @recorded
-def recurring(period: float, shift: Shift) -> Shift:
+def recurring(period: Positive, shift: Shift) -> Shift:
     """The shift is off for ``period`` rounds, then on for as many, and so on.
 
     Args:
       period: rounds, > 0.
       shift: a `Shift`, or a function.
     """
-    period = checks.positive("period", period)
     return _in_share("recurring", lambda t: jnp.floor(t / period) % 2 == 1, shift)
 
 
@@ -146,8 +149,14 @@ def mixture(weights: Callable[[jax.Array], jax.Array] | Sequence[float], *shifts
     return Shift(change, "mixture")
 
 
+Domains = Annotated[
+    np.ndarray,
+    spec.array("int [N], one domain for each client", lambda of: spec.numbers(of, 1, "iu") and of.min() >= 0),
+]
+
+
 @recorded
-def domains(*shifts: Shift, of: np.ndarray | None = None) -> Shift:
+def domains(*shifts: Shift, of: Domains | None = None) -> Shift:
     """Every client has one of several shifts. The global test set has none of them.
 
     Args:
@@ -157,15 +166,16 @@ def domains(*shifts: Shift, of: np.ndarray | None = None) -> Shift:
     each = tuple(map(shift_of, shifts))
     if not each:
         raise ConfigurationError("domains needs at least 1 shift, got none: pass fd.shift.none(), for example")
-    given = None if of is None else checks.array("of", of)
-    if given is not None and (given.ndim != 1 or given.dtype.kind not in "iu" or not _within(given, len(each))):
-        raise ConfigurationError(f"of must be int [N] in 0..{len(each) - 1}, one domain for each client, got {of!r}")
+    if of is not None and of.max() >= len(each):
+        raise ConfigurationError(
+            f"of must be int [N] in 0..{len(each) - 1}, one domain for each client, got {of.max()}"
+        )
 
     def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
         N = owner.num_clients
-        if given is not None and len(given) != N:
-            raise ConfigurationError(f"of must have a domain for each of the {N} clients, got {len(given)}")
-        domain = owner.id % len(each) if given is None else jnp.asarray(given, jnp.int32)[jnp.minimum(owner.id, N - 1)]
+        if of is not None and len(of) != N:
+            raise ConfigurationError(f"of must have a domain for each of the {N} clients, got {len(of)}")
+        domain = owner.id % len(each) if of is None else jnp.asarray(of, jnp.int32)[jnp.minimum(owner.id, N - 1)]
         return tree.select(owner.id < N, _select(domain, each, key, t, owner, x, y), (x, y))
 
     return Shift(change, "domains")
@@ -216,7 +226,3 @@ def choice(key: jax.Array, owner: Owner) -> tuple[jax.Array, Owner]:
 def _select(index: jax.Array, shifts: Sequence[Shift], key: Any, t: Any, owner: Owner, *example: jax.Array) -> Example:
     """The example after the shift with this index."""
     return lax.switch(index, [partial(shift.change, key, t, owner) for shift in shifts], *example)
-
-
-def _within(values: np.ndarray, end: int) -> bool:
-    return bool(values.size) and 0 <= values.min() <= values.max() < end
