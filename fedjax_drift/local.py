@@ -13,23 +13,36 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 
-from fedjax_drift import checks, reprs, schedules, tree
+from fedjax_drift import checks, reprs, schedules, spec, tree
 from fedjax_drift.batch_norm import whole
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Count, Fix, Fraction, NonNegative, Positive, checked
 from fedjax_drift.types import Batch, Params, PyTree, Trained, Work, batch_mean
 
 PARTS = 10  # the parts of a client's steps after which drift is measured, if the number of steps is given
 OPTIMIZER = 2**32 - 1  # fold_in(key, OPTIMIZER) is the client's key for its optimizer; epochs have smaller numbers
 
 
+Optimizer = Annotated[
+    optax.GradientTransformation,
+    spec.instance(optax.GradientTransformation, "an optax transformation such as optax.scale_by_adam()"),
+]
+Augment = Annotated[
+    Callable[[jax.Array, jax.Array], jax.Array],
+    spec.function("(key, example) -> example"),
+    Fix("pass fd.augment.crop_and_flip(), for example"),
+]
+
+
 @dataclass(frozen=True)
+@checked
 class LocalTraining:
     """The local training of every client: K_i = epochs * ceil(n_i / batch_size) steps with learning rate eta_t, or
     ``steps`` for all clients.
@@ -65,59 +78,31 @@ class LocalTraining:
         measured after every tenth of the steps. None: the number follows from ``epochs``.
     """
 
-    epochs: int = 1
-    batch_size: int = 20
-    lr: float | Callable[[jax.Array], jax.Array] = 0.1
-    lr_decay: float = 1.0
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    clip_norm: float | None = None
-    optimizer: optax.GradientTransformation | None = None
-    direction: str | None = None
-    augment: Callable[[jax.Array, jax.Array], jax.Array] | None = None
-    steps: int | None = None
+    epochs: Count = 1
+    batch_size: Count = 20
+    lr: Annotated[float | Callable[[jax.Array], jax.Array], schedules.POSITIVE] = 0.1
+    lr_decay: Annotated[Positive, Fix("1 keeps the learning rate constant")] = 1.0
+    momentum: Fraction = 0.0
+    weight_decay: NonNegative = 0.0
+    clip_norm: Annotated[Positive, Fix("None means no clipping")] | None = None
+    optimizer: Optimizer | None = None
+    direction: Literal["ascent", "descent"] | None = None
+    augment: Augment | None = None
+    steps: Annotated[Count, Fix("None means that epochs determine them")] | None = None
 
     def __post_init__(self) -> None:
-        lr: Any = self.lr
-        checked = {
-            "epochs": checks.integer("epochs", self.epochs, 1),
-            "batch_size": checks.integer("batch_size", self.batch_size, 1),
-            "lr": schedules.checked("lr", lr) if schedules.is_schedule(lr) else checks.positive("lr", lr),
-            "lr_decay": checks.positive("lr_decay", self.lr_decay, "1 keeps the learning rate constant"),
-            "momentum": checks.fraction("momentum", self.momentum),
-            "weight_decay": checks.nonnegative("weight_decay", self.weight_decay),
-        }
-        if self.clip_norm is not None:
-            checked["clip_norm"] = checks.positive("clip_norm", self.clip_norm, "None means no clipping")
-        if self.steps is not None:
-            checked["steps"] = checks.integer("steps", self.steps, 1, fix="None means that epochs determine them")
-            if checked["epochs"] != 1:
-                raise ConfigurationError(
-                    f"epochs must be left out if steps are given, got {self.epochs} epochs and {self.steps} steps"
-                )
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)  # as Python numbers, because arrays are not hashable
-        if self.augment is not None and not callable(self.augment):
+        if self.steps is not None and self.epochs != 1:
             raise ConfigurationError(
-                f"augment must be a function (key, example) -> example, got {checks.shown(self.augment)}: pass "
-                "fd.augment.crop_and_flip(), for example"
+                f"epochs must be left out if steps are given, got {self.epochs} epochs and {self.steps} steps"
             )
-        if self.optimizer is not None:
-            if not isinstance(self.optimizer, optax.GradientTransformation):
-                raise ConfigurationError(
-                    "optimizer must be an optax transformation such as optax.scale_by_adam(), got "
-                    f"{checks.shown(self.optimizer)}"
-                )
-            if checks.used(self.momentum):
-                raise ConfigurationError(
-                    f"momentum must be 0 when an optimizer is given, got {self.momentum}: leave one of them out"
-                )
-        if self.direction is not None:
-            checks.choice("direction", self.direction, ("ascent", "descent"))
-            if self.optimizer is None:
-                raise ConfigurationError(
-                    f"direction must be None without an optimizer, got {self.direction!r}: pass optimizer= too"
-                )
+        if self.optimizer is not None and checks.used(self.momentum):
+            raise ConfigurationError(
+                f"momentum must be 0 when an optimizer is given, got {self.momentum}: leave one of them out"
+            )
+        if self.direction is not None and self.optimizer is None:
+            raise ConfigurationError(
+                f"direction must be None without an optimizer, got {self.direction!r}: pass optimizer= too"
+            )
         if self.direction == "descent" and not isinstance(self.lr, jax.core.Tracer) and self.lr != 1:
             raise ConfigurationError(
                 'lr must be 1 with direction="descent", because the optimizer has a learning rate of its own, got '

@@ -139,7 +139,7 @@ def test_the_style_selects_window_band_and_size(tmp_path):
     }
     for name, values in wrong.items():
         for value in values:
-            with pytest.raises(ValueError, match=f"{name} must be .*, got "):
+            with pytest.raises(ValueError, match=rf"{name}(\[1\])? must be .*, got "):
                 Style(**{name: value})
     with pytest.raises(ValueError, match=r"style must be of type Style, got 3: pass fd.plots.Style"):
         plots.curves(seeds[0], style=3)

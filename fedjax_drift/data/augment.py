@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import CountOrZero, Probability, checked
 
 __all__ = ["crop_and_flip"]
 
@@ -22,7 +22,8 @@ def __dir__() -> list[str]:
 Augment = Callable[[jax.Array, jax.Array], jax.Array]  # (key, one example) -> one example of the same shape and dtype
 
 
-def crop_and_flip(padding: int = 4, crop: float = 1.0, flip: float = 0.5) -> Augment:
+@checked
+def crop_and_flip(padding: CountOrZero = 4, crop: Probability = 1.0, flip: Probability = 0.5) -> Augment:
     """Random crops and horizontal flips, the usual augmentation of CIFAR images.
 
     An image [H, W, C] is padded with zeros on all four sides, and a window [H, W, C] at a random position is cut out of
@@ -40,9 +41,7 @@ def crop_and_flip(padding: int = 4, crop: float = 1.0, flip: float = 0.5) -> Aug
     Raises:
       ValueError: a value is out of range; or, when a `Simulation` is created, the examples are not images [H, W, C].
     """
-    return CropAndFlip(
-        checks.integer("padding", padding, 0), checks.probability("crop", crop), checks.probability("flip", flip)
-    )
+    return CropAndFlip(padding, crop, flip)
 
 
 @dataclass(frozen=True)

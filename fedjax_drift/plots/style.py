@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
-from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.plots.bands import BANDS
+from fedjax_drift import checks, spec
+from fedjax_drift.spec import Amount, Count, Fix
 
 Band = Literal["interval", "deviation", "range"]
+Size = Annotated[tuple[float, float], spec.pair("(width, height) in inches", Amount), Fix("pass (9, 4), for example")]
 
 
 @dataclasses.dataclass(frozen=True)
+@spec.checked
 class Style:
     """How a plot is drawn. All functions of `fd.plots` accept it as ``style``.
 
@@ -35,27 +35,9 @@ class Style:
     >>> fd.plots.curves(history, style=fd.plots.Style(smooth=None, figsize=(8, 3)))  # doctest: +SKIP
     """
 
-    smooth: int | Literal["auto"] | None = "auto"
+    smooth: Annotated[Count, Fix('pass "auto", or None to plot every round')] | Literal["auto"] | None = "auto"
     band: Band | None = "interval"
-    figsize: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        if self.smooth is not None and not checks.is_auto(self.smooth):
-            fix = 'pass "auto", or None to plot every round'
-            object.__setattr__(self, "smooth", checks.integer("smooth", self.smooth, 1, fix=fix))
-        if self.band is not None:
-            checks.choice("band", self.band, BANDS)
-        if self.figsize is not None:
-            object.__setattr__(self, "figsize", _two_lengths(self.figsize))
-
-
-def _two_lengths(figsize: object) -> tuple[float, float]:
-    if not isinstance(figsize, Sequence) or isinstance(figsize, str) or len(figsize) != 2:
-        raise ConfigurationError(
-            f"figsize must be (width, height) in inches, got {checks.shown(figsize)}: pass (9, 4), for example"
-        )
-    width, height = (checks.positive("each of figsize", length, computed=False) for length in figsize)
-    return width, height
+    figsize: Size | None = None
 
 
 DEFAULT = Style()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 from weakref import WeakKeyDictionary
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.memory import memory_of
@@ -27,12 +27,34 @@ from fedjax_drift.recipes import Frozen
 from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.initial import init
 from fedjax_drift.simulation.lanes import Lane, fastest
+from fedjax_drift.spec import Count, Fix, Flag, checked
 from fedjax_drift.storage.specification import ON_DEVICES
 from fedjax_drift.tree import nbytes
 from fedjax_drift.types import THREEFRY, PyTree, ServerState
 
 
+def _mesh(name: str, mesh: Any, fix: str) -> Mesh:
+    if not isinstance(mesh, Mesh) or mesh.axis_names not in ((AXIS,), (AXIS, MODEL_AXIS)):
+        checks.refuse(name, f'a jax.sharding.Mesh with the axis "{AXIS}"', checks.shown(mesh), fix)
+    return mesh
+
+
+def _bank(name: str, bank: Any, fix: str) -> str:
+    """The place of client states as a string. A folder is returned as its path."""
+    folder = checks.path(name, bank, '"auto", "device", "sharded", "host" or a folder')
+    known = ("auto", *ON_DEVICES, "host")
+    if isinstance(bank, str) and os.sep not in bank and bank not in known and (meant := checks.nearest(bank, known)):
+        fix = f"{meant.removeprefix(': ')} For a folder with this name, pass pathlib.Path({bank!r})"
+        checks.refuse(name, f"one of {known}, or a folder", repr(bank), fix)
+    return str(folder if isinstance(bank, str) else folder.absolute())  # Path("host") is a folder of that name
+
+
+Auto = Literal["auto"]
+OR_AUTO = Fix('or pass "auto"')
+
+
 @dataclass(frozen=True)
+@checked
 class Placement:
     """Options for the placement of examples and client states on devices. Pass it as ``Simulation(placement=)``.
 
@@ -80,36 +102,14 @@ class Placement:
       eval_batch_size: Examples per batch in `Simulation.evaluate`.
     """
 
-    lanes: int | str | None = "auto"
-    mesh: Mesh | None = None
-    devices_per_client: int = field(default=1, kw_only=True)
-    stream: bool | str = "auto"
-    shard_data: bool | str = "auto"
-    bank: str | os.PathLike = "auto"
-    donate: bool = False
-    eval_batch_size: int = 500
-
-    def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "eval_batch_size": checks.integer("eval_batch_size", self.eval_batch_size, 1),
-            "donate": checks.flag("donate", self.donate),
-            "devices_per_client": checks.integer("devices_per_client", self.devices_per_client, 1),
-        }
-        for name in ("stream", "shard_data"):
-            value = getattr(self, name)
-            checked[name] = value if checks.is_auto(value) else checks.flag(name, value, 'or pass "auto"')
-        if self.lanes is not None and not checks.is_auto(self.lanes):
-            checked["lanes"] = checks.integer("lanes", self.lanes, 1, fix='or pass "auto"')
-        if not checks.is_auto(self.bank):
-            checked["bank"] = _checked_bank(self.bank)
-        axes = (AXIS,), (AXIS, MODEL_AXIS)
-        if self.mesh is not None and not (isinstance(self.mesh, Mesh) and self.mesh.axis_names in axes):
-            raise ConfigurationError(
-                f'mesh must be a jax.sharding.Mesh with the axis "{AXIS}", got {checks.shown(self.mesh)}: '
-                "fd.clients_mesh() returns one"
-            )
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+    lanes: Annotated[Count, OR_AUTO] | Auto | None = "auto"
+    mesh: Annotated[Mesh, spec.Spec(_mesh, "instance"), Fix("fd.clients_mesh() returns one")] | None = None
+    devices_per_client: Count = field(default=1, kw_only=True)
+    stream: Annotated[Flag, OR_AUTO] | Auto = "auto"
+    shard_data: Annotated[Flag, OR_AUTO] | Auto = "auto"
+    bank: Annotated[str | os.PathLike, spec.Spec(_bank, "path")] | Auto = "auto"
+    donate: Flag = False
+    eval_batch_size: Count = 500
 
     def devices(self) -> Mesh:
         """Returns the mesh, with the axis type that compiled rounds need."""
@@ -190,18 +190,6 @@ class Placement:
             f"using bank={chosen!r}"
         )
         return chosen
-
-
-def _checked_bank(bank: Any) -> str:
-    """Returns the checked option ``bank`` as a string. A folder is returned as its path."""
-    folder = checks.path("bank", bank, '"auto", "device", "sharded", "host" or a folder')
-    known = ("auto", *ON_DEVICES, "host")
-    if isinstance(bank, str) and os.sep not in bank and bank not in known and (meant := checks.nearest(bank, known)):
-        raise ConfigurationError(
-            f"bank must be one of {known}, or a folder, got {bank!r}{meant} For a folder with this name, pass "
-            f"pathlib.Path({bank!r})"
-        )
-    return str(folder if isinstance(bank, str) else folder.absolute())  # Path("host") is a folder of that name
 
 
 def shardings_of(engine: Engine, on_host: bool) -> ServerState:

@@ -20,21 +20,21 @@ the client store to keep the states of this round (see client_store.py).
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import jax
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.disk import lock_folder
 from fedjax_drift.errors import ConfigurationError, DamagedError, OtherRunError
+from fedjax_drift.spec import Amount, Count, Fix, Text, checked
 from fedjax_drift.storage.contents import About, read_about, read_arrays, restored_state
 from fedjax_drift.storage.identity import differences, few
 from fedjax_drift.storage.specification import Specification
@@ -49,7 +49,19 @@ class Specified(Protocol):
     def specification(self) -> Specification: ...
 
 
+def _json(name: str, value: Any, fix: str) -> Any:
+    allowed = "a dict of values that JSON can store"
+    if not isinstance(value, Mapping):
+        checks.refuse(name, f"{allowed}, or None", checks.shown(value))
+    try:
+        json.dumps(dict(value))
+    except (TypeError, ValueError) as error:
+        checks.refuse(name, allowed, checks.shown(value), str(error))
+    return value
+
+
 @dataclass(frozen=True)
+@checked
 class Checkpoints:
     """The folder where a run is saved, and how often. ``sim.run(..., checkpoints=)`` saves, and `restore` restores.
 
@@ -74,35 +86,12 @@ class Checkpoints:
         skips this check.
     """
 
-    folder: str | os.PathLike
-    every: int | None = None
-    seconds: float | None = 60.0
-    keep: int = 3
-    best: str | None = "accuracy"
-    config: Mapping[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.config, Mapping | None):
-            raise ConfigurationError(
-                f"config must be a dict of values that JSON can store, or None, got {checks.shown(self.config)}"
-            )
-        try:
-            json.dumps(dict(self.config or {}))
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"config must be a dict of values that JSON can store, got {checks.shown(self.config)}: {error}"
-            ) from error
-        set_to = functools.partial(object.__setattr__, self)  # the dataclass is frozen
-        set_to("folder", checks.path("folder", self.folder, "Checkpoints(folder, ...)").absolute())
-        if self.every is not None:
-            set_to("every", checks.integer("every", self.every, 1, fix="None means: save only by seconds="))
-        if self.seconds is not None:
-            set_to(
-                "seconds", checks.positive("seconds", self.seconds, "None means: save only by every=", computed=False)
-            )
-        set_to("keep", checks.integer("keep", self.keep, 1))
-        if self.best is not None:
-            checks.text("best", self.best, 'an entry of the records such as "accuracy", or None')
+    folder: Annotated[str | os.PathLike, spec.PATH, Fix("Checkpoints(folder, ...)")]
+    every: Annotated[Count, Fix("None means: save only by seconds=")] | None = None
+    seconds: Annotated[Amount, Fix("None means: save only by every=")] | None = 60.0
+    keep: Count = 3
+    best: Annotated[Text, Fix('an entry of the records such as "accuracy", or None')] | None = "accuracy"
+    config: Annotated[Mapping[str, Any], spec.Spec(_json, "json")] | None = None
 
     @property
     def path(self) -> Path:
