@@ -66,9 +66,12 @@ def first_line(error: Exception) -> str:
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
-def refuse(name: str, allowed: str, got: str, fix: str = "") -> NoReturn:
-    """Raises ConfigurationError."""
-    raise ConfigurationError(f"{name} must be {allowed}, got {got}" + (f": {fix}" if fix else ""))
+def refuse(what: str, got: Any, fix: str = "", cause: Exception | None = None) -> NoReturn:
+    """Raises ConfigurationError: WHAT, got GOT: FIX.
+
+    what: NAME must be ALLOWED. got: a text, or a value whose text is short. cause: the error that says why.
+    """
+    raise ConfigurationError(f"{what}, got {got}" + (f": {fix}" if fix else "")) from cause
 
 
 def positive(name: str, value: Any, fix: str = "", computed: bool = True) -> float:
@@ -115,7 +118,7 @@ def number(
         return value  # type: ignore[return-value]
     scalar = value if type(value) is float else one_in(value)
     if isinstance(scalar, bool) or not isinstance(scalar, Real) or not _is_finite(scalar) or not ok(scalar):
-        refuse(name, allowed, shown(value), fix)
+        refuse(f"{name} must be {allowed}", shown(value), fix)
     result = float(scalar)
     if not computed or not result or SMALL <= abs(result) <= 1 / SMALL:
         return result
@@ -154,7 +157,7 @@ def integer(name: str, value: Any, low: int, high: float = MOST, fix: str = "") 
         allowed = f"in {low}..{high}"
         if high >= LARGE and (not isinstance(scalar, Integral) or int(scalar) <= high):
             allowed = f"an integer >= {low}"
-        refuse(name, allowed, shown(value), fix)
+        refuse(f"{name} must be {allowed}", shown(value), fix)
     return int(scalar)
 
 
@@ -166,7 +169,7 @@ def used(value: Any) -> bool:
 def flag(name: str, value: Any, fix: str = "") -> bool:
     """Returns the value. Raises ValueError unless it is True or False."""
     if not isinstance(value, bool | np.bool):
-        refuse(name, "True or False", shown(value), fix)
+        refuse(f"{name} must be True or False", shown(value), fix)
     return bool(value)
 
 
@@ -226,7 +229,7 @@ def function(name: str, value: Any, fix: str = "", takes: int | None = None, for
             got = f"{getattr(value, '__name__', type(value).__name__)}{signature}"
         if fits:
             return value
-    refuse(name, allowed, got, fix)
+    refuse(f"{name} must be {allowed}", got, fix)
 
 
 def fields(value: Any, fix: str = "") -> None:
@@ -251,7 +254,7 @@ def instance(name: str, value: Any, kind: type, fix: str = "", what: str = "") -
     """Returns the value. Raises ValueError unless it has the type ``kind``. what: says this in the message."""
     if not isinstance(value, kind):
         what = what or ("a string" if kind is str else f"of type {kind.__name__}")
-        refuse(name, what, shown(value), fix)
+        refuse(f"{name} must be {what}", shown(value), fix)
     return value
 
 
@@ -408,7 +411,7 @@ def dtype(name: str, value: Any, allowed: str, ok: Callable[[np.dtype], Any], fi
     except (TypeError, ValueError):
         result = None
     if result is None or result.itemsize > 8 or not ok(result):
-        refuse(name, allowed, shown(value), fix)
+        refuse(f"{name} must be {allowed}", shown(value), fix)
     return result
 
 

@@ -90,7 +90,7 @@ def pair(allowed: str, each: Any) -> Spec:
 
     def check(name: str, value: Any, fix: str) -> tuple[Any, ...]:
         if not isinstance(value, tuple | list) or len(value) != 2:
-            checks.refuse(name, allowed, checks.shown(value), fix)
+            checks.refuse(f"{name} must be {allowed}", checks.shown(value), fix)
         return tuple(one.check(f"{name}[{i}]", item, "") for i, item in enumerate(value))
 
     return Spec(check, "pair")
@@ -114,7 +114,7 @@ def array(allowed: str, ok: Callable[[np.ndarray], Any]) -> Spec:
         if not ok(result):
             numbers = result.size and result.dtype.kind in "fiu"
             values = f" with values from {result.min():g} to {result.max():g}" if numbers else ""
-            checks.refuse(name, allowed, f"{result.dtype}{[*result.shape]}{values}", fix)
+            checks.refuse(f"{name} must be {allowed}", f"{result.dtype}{[*result.shape]}{values}", fix)
         return result
 
     return Spec(check, "array")
@@ -160,22 +160,30 @@ class Argument(NamedTuple):
 
     def check(self, name: str, value: Any) -> Any:
         """The value, as Python's own type. Raises ConfigurationError unless it is allowed."""
-        if self.spec is None or any(
-            value is other or isinstance(value, str) and value == other for other in self.others
-        ):
+        simple = value is None or isinstance(value, str)  # an array has no single ==
+        if self.spec is None or simple and value in self.others:
             return value
         return self.spec.check(name, value, self.fix)
 
 
 class Declared:
-    """The declared arguments of a function or of a dataclass. Annotations are read when they are first needed."""
+    """The declared arguments of a function or of a dataclass, which are read when they are first needed."""
 
     def __init__(self, of: Callable[..., Any]) -> None:
-        self.of, self.signature = of, inspect.signature(of)
+        self.of = of
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        return inspect.signature(self.of)
+
+    @functools.cached_property
+    def _simple(self) -> tuple[dict[str, Any], list[str]] | None:
+        """The defaults, and the names of positional arguments. None if there is an argument with a star."""
         parameters = self.signature.parameters.values()
-        self._starred = any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters)
-        self._defaults = {p.name: p.default for p in parameters}
-        self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters):
+            return None
+        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        return {p.name: p.default for p in parameters}, positional
 
     @functools.cached_property
     def arguments(self) -> dict[str, Argument]:
@@ -191,10 +199,11 @@ class Declared:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name, with the defaults."""
-        if not self._starred:  # as `inspect.Signature.bind`, which takes ten times as long
-            given = self._defaults | dict(zip(self._positional, args, strict=False)) | kwargs
-            fits = len(args) <= len(self._positional) and kwargs.keys().isdisjoint(self._positional[: len(args)])
-            if fits and len(given) == len(self._defaults) and not any(value is EMPTY for value in given.values()):
+        if self._simple is not None:  # as `inspect.Signature.bind`, which takes ten times as long
+            defaults, positional = self._simple
+            given = defaults | dict(zip(positional, args, strict=False)) | kwargs
+            fits = len(args) <= len(positional) and kwargs.keys().isdisjoint(positional[: len(args)])
+            if fits and len(given) == len(defaults) and not any(value is EMPTY for value in given.values()):
                 return given
         try:
             bound = self.signature.bind(*args, **kwargs)
@@ -208,7 +217,7 @@ class Declared:
         """Checks all arguments, and calls the function with them."""
         declared = self.arguments
         values = {n: declared[n].check(n, value) if n in declared else value for n, value in given.items()}
-        if not self._starred:
+        if self._simple is not None:
             return self.of(**values)
         bound = inspect.BoundArguments(self.signature, values)  # type: ignore[arg-type]
         return self.of(*bound.args, **bound.kwargs)

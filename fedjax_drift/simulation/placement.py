@@ -35,7 +35,7 @@ from fedjax_drift.types import THREEFRY, PyTree, ServerState
 
 def _mesh(name: str, mesh: Any, fix: str) -> Mesh:
     if not isinstance(mesh, Mesh) or mesh.axis_names not in ((AXIS,), (AXIS, MODEL_AXIS)):
-        checks.refuse(name, f'a jax.sharding.Mesh with the axis "{AXIS}"', checks.shown(mesh), fix)
+        checks.refuse(f'{name} must be a jax.sharding.Mesh with the axis "{AXIS}"', checks.shown(mesh), fix)
     return mesh
 
 
@@ -45,7 +45,7 @@ def _bank(name: str, bank: Any, fix: str) -> str:
     known = ("auto", *ON_DEVICES, "host")
     if isinstance(bank, str) and os.sep not in bank and bank not in known and (meant := checks.nearest(bank, known)):
         fix = f"{meant.removeprefix(': ')} For a folder with this name, pass pathlib.Path({bank!r})"
-        checks.refuse(name, f"one of {known}, or a folder", repr(bank), fix)
+        checks.refuse(f"{name} must be one of {known}, or a folder", repr(bank), fix)
     return str(folder if isinstance(bank, str) else folder.absolute())  # Path("host") is a folder of that name
 
 

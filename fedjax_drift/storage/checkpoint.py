@@ -52,11 +52,11 @@ class Specified(Protocol):
 def _json(name: str, value: Any, fix: str) -> Any:
     allowed = "a dict of values that JSON can store"
     if not isinstance(value, Mapping):
-        checks.refuse(name, f"{allowed}, or None", checks.shown(value))
+        checks.refuse(f"{name} must be {allowed}, or None", checks.shown(value))
     try:
         json.dumps(dict(value))
     except (TypeError, ValueError) as error:
-        checks.refuse(name, allowed, checks.shown(value), str(error))
+        checks.refuse(f"{name} must be {allowed}", checks.shown(value), str(error), error)
     return value
 
 
