@@ -71,7 +71,10 @@ def refuse(what: str, got: Any, fix: str = "", cause: Exception | None = None) -
 
     what: NAME must be ALLOWED. got: a text, or a value whose text is short. cause: the error that says why.
     """
-    raise ConfigurationError(f"{what}, got {got}" + (f": {fix}" if fix else "")) from cause
+    error = ConfigurationError(f"{what}, got {got}" + (f": {fix}" if fix else ""))
+    if cause is not None:
+        error.__cause__ = cause
+    raise error
 
 
 def positive(name: str, value: Any, fix: str = "", computed: bool = True) -> float:
