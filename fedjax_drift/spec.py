@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 
 import jax
@@ -42,12 +44,14 @@ class Spec:
       check: ``check(name, value, fix) -> value``, as Python's own type. It raises ConfigurationError for a wrong value.
       kind: "number", "integer", "flag", "word" and so on. Only a "number" is a number of a compiled program.
       right, wrong: values at the edge of what is allowed, on both sides, for tests.
+      allowed: what is allowed, for documentation. "" if the type says it.
     """
 
     check: Callable[[str, Any, str], Any]
     kind: str
     right: tuple[Any, ...] = ()
     wrong: tuple[Any, ...] = ()
+    allowed: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,19 @@ def number(
         result = checks.number(name, value, allowed, ok, fix, computed)
         return off if off is not None and not isinstance(result, jax.core.Tracer) and result == off else result
 
-    return Spec(check, "number", right, wrong)
+    return Spec(check, "number", right, wrong, allowed)
 
 
-def integer(low: int, high: int = checks.MOST) -> Spec:
+def integer(low: int, high: float = checks.MOST) -> Spec:
     """An integer in low..high."""
-    beyond = () if high == checks.MOST else (high + 1,)
-    return Spec(lambda n, value, fix: checks.integer(n, value, low, high, fix), "integer", (low,), (low - 1, *beyond))
+    bounded = high < checks.MOST
+    return Spec(
+        lambda name, value, fix: checks.integer(name, value, low, high, fix),
+        "integer",
+        (low,),
+        (low - 1, *((high + 1,) if bounded else ())),
+        f"in {low}..{high}" if bounded else f">= {low}",
+    )
 
 
 def pair(allowed: str, each: Any) -> Spec:
@@ -93,12 +103,12 @@ def pair(allowed: str, each: Any) -> Spec:
             checks.refuse(f"{name} must be {allowed}", checks.shown(value), fix)
         return tuple(one.check(f"{name}[{i}]", item, "") for i, item in enumerate(value))
 
-    return Spec(check, "pair")
+    return Spec(check, "pair", allowed=allowed)
 
 
 def instance(kind: type, what: str = "") -> Spec:
     """A value of this type. what: says this in the message."""
-    return Spec(lambda name, value, fix: checks.instance(name, value, kind, fix, what), "instance")
+    return Spec(lambda name, value, fix: checks.instance(name, value, kind, fix, what), "instance", allowed=what)
 
 
 def words(*allowed: str) -> Spec:
@@ -117,7 +127,12 @@ def array(allowed: str, ok: Callable[[np.ndarray], Any]) -> Spec:
             checks.refuse(f"{name} must be {allowed}", f"{result.dtype}{[*result.shape]}{values}", fix)
         return result
 
-    return Spec(check, "array")
+    return Spec(check, "array", allowed=allowed)
+
+
+def shape(length: int | None = None) -> Spec:
+    """A tuple of integers >= 1. length: how many, or None for any number."""
+    return Spec(lambda name, value, fix: checks.shape(name, value, length), "shape", ((1,) * (length or 1),), (0, (0,)))
 
 
 def numbers(array: np.ndarray, ndim: int, kinds: str = "fiu") -> bool:
@@ -128,7 +143,14 @@ def numbers(array: np.ndarray, ndim: int, kinds: str = "fiu") -> bool:
 def function(form: str) -> Spec:
     """A function of this form, such as ``(x, y) -> domain``. Its arguments are positional."""
     takes = len(form[1 : form.index(")")].split(","))
-    return Spec(lambda name, value, fix: checks.function(name, value, fix, takes, form), "function")
+    return Spec(lambda name, value, fix: checks.function(name, value, fix, takes, form), "function", allowed=form)
+
+
+def _folder(name: str, value: Any, fix: str) -> Path:
+    path = checks.path(name, value, fix).absolute()
+    if path.exists() and not path.is_dir():
+        checks.refuse(f"{name} must be a folder", f"the file {path}", "choose another name")
+    return path
 
 
 def _choice(allowed: tuple[str, ...]) -> Spec:
@@ -144,10 +166,15 @@ Mix = Annotated[float, number("in 0..1", lambda v: 0 <= v <= 1, (0, 1), (-0.1, 1
 Probability = Annotated[float, number("a probability in 0..1", lambda v: 0 <= v <= 1, (0, 1), (-0.1, 1.5))]
 Count = Annotated[int, integer(1)]
 CountOrZero = Annotated[int, integer(0)]
+Seed = Annotated[int, integer(0, math.inf)]  # of NumPy's random generators
 Flag = Annotated[bool, Spec(checks.flag, "flag", (True, False))]
 Text = Annotated[str, Spec(checks.text, "text")]
+Shape = Annotated[tuple[int, ...], shape()]
+FloatingDtype = Annotated[Any, Spec(lambda name, value, fix: checks.floating_dtype(name, value), "dtype")]
 PATH = Spec(lambda name, value, fix: checks.path(name, value, fix).absolute(), "path")  # a pathlib.Path
+FOLDER = Spec(_folder, "path")  # the same, and no file
 Amount = Annotated[float, number("a finite number > 0", lambda v: v > 0, (0.5,), (0, -1), computed=False)]
+AmountOrZero = Annotated[float, number("a finite number >= 0", lambda v: v >= 0, (0, 0.5), (-1,), computed=False)]
 
 
 class Argument(NamedTuple):
