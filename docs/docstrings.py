@@ -1,12 +1,25 @@
 """How docstrings that are written to be read in the source look on a page; a griffe extension."""
 
+import importlib
 import re
 from textwrap import indent
 
 import griffe
 
+from fedjax_drift import spec
+
 DOCTEST = re.compile(r"(?:^>>> .*\n?(?:^(?!>>> |\s*$).*\n?)*)+", re.MULTILINE)
 BOUND = re.compile(r"^(\s*(?:[\w, ]+: )?)>(?=[ =])", re.MULTILINE)  # "lr: > 0", which Markdown takes for a quotation
+
+
+def words(name: str, argument: spec.Argument) -> str:
+    """What is allowed for an argument, such as ``> 0 or None``. "" if its type says it."""
+    of = argument.spec
+    if of is None or not (of.allowed or of.kind == "word"):
+        return ""
+    first = " or ".join(f'"{word}"' for word in of.right) if of.kind == "word" else of.allowed
+    first = re.sub("^a (finite )?number (?=[><])", "", first)
+    return " or ".join([first, *(f'"{other}"' if isinstance(other, str) else str(other) for other in argument.others)])
 
 
 class AsWritten(griffe.Extension):
@@ -20,6 +33,22 @@ class AsWritten(griffe.Extension):
         if obj.is_module and obj.parent is not None and obj.parent.path == "fedjax_drift.algorithms":
             text = f"```text\n{text}\n```"
         obj.docstring.value = DOCTEST.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", text)
+
+    def on_function(self, *, func: griffe.Function, **_) -> None:
+        if func.docstring is None or func.name.startswith("_"):
+            return
+        value = importlib.import_module(func.module.path)
+        for name in func.path.removeprefix(f"{func.module.path}.").split("."):
+            value = getattr(value, name)
+        if not callable(value):  # a property
+            return
+        allowed = [
+            f"`{name}` {text}"
+            for name, argument in spec.Declared(value).arguments.items()
+            if (text := words(name, argument))
+        ]
+        if allowed:
+            func.docstring.value += f"\n\nAllowed: {'; '.join(allowed)}."
 
     def on_class_members(self, *, cls: griffe.Class, **_) -> None:
         lines = cls.module.lines_collection[cls.module.filepath]

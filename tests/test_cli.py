@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import command_lines
 import jax
 import matplotlib
 import numpy as np
@@ -102,7 +103,7 @@ def test_run_compares_algorithms_and_its_command_reproduces_it(tmp_path, capsys)
             "sizes must sum to 120, the number of examples, got 110",
         ),
         (["--algorithm", "fedavg", "--partition", "distribution:nowhere.txt"], "nowhere.txt not found"),
-        (["--algorithm", "fedavg", "--model", "lenet5"], "CNN does not accept examples of shape (30,)"),
+        (["--algorithm", "fedavg", "--model", "lenet5"], "input_shape must be one that CNN accepts, got (30,)"),
         (["--algorithm", "fedavg", "--dataset", "mnits"], "did you mean 'mnist'?"),
         (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "nowhere"], "mnist.npz in nowhere"),
         (["--algorithm", "fedavg", "--dataset", "mnist", "--data-dir", "."], "mnist.npz is damaged, truncated"),
@@ -538,3 +539,9 @@ def test_a_broken_pipe_is_not_reported_as_bad_input(tmp_path, monkeypatch, capfd
     options = ["--dataset=synthetic:num_clients=3,num_rows=5", "--cohort=2", f"--output={tmp_path / 'out'}"]
     assert cli.main(["run", "--algorithm=fedavg", *options]) == 141
     assert "error" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("step", [20, pytest.param(1, marks=pytest.mark.thorough)])
+def test_command_lines_keep_their_meaning(step) -> None:
+    """Every algorithm, flag and kind of value, as recorded before the flags followed from declarations."""
+    assert not command_lines.changed(step)
