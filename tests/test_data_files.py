@@ -500,7 +500,7 @@ def test_tff_databases_are_read_without_their_shapes(tmp_path: Path) -> None:
     assert other.test_sizes.tolist() == [1, 0]
     alone = tmp_path / "alone.sqlite.lzma"
     write_tff_database(alone, {"N/A": {"a": (np.array([[0.5, 1e-40, np.inf]]), np.array([3]))}})
-    with pytest.raises(ValueError, match="inputs must be finite, but example 0"):
+    with pytest.raises(ValueError, match="inputs must be finite, got NaN or infinity in example 0"):
         fd.datasets.from_tff(alone)
     write_tff_database(alone, {"N/A": {"a": (np.array([[0.5, 1e-40]]), np.array([3]))}})
     data = fd.datasets.from_tff(alone)

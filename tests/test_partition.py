@@ -8,6 +8,7 @@ import pytest
 from fedjax_drift.data import assignment, partition
 from fedjax_drift.data.partition import by_writer, classes, dirichlet, distribution, iid, long_tailed, shards
 
+PRIORS = ("client", "class", "global")
 ALPHAS = (5e-324, 1e-6, 0.01, 0.3, 100.0, 1e6, 1e300)
 # The labels have gaps, one label is negative, and one class has a single example. Most class sizes are not multiples
 # of the tested numbers of clients.
@@ -222,7 +223,7 @@ def test_distribution_splits_each_label_in_proportion():
 
 def test_examples_of_one_label_are_shuffled():
     one_label = np.zeros(1000, int)
-    for recipe in (iid(2), shards(2, 1), classes(2, 1), *(dirichlet(2, 100, prior=p) for p in partition.PRIORS)):
+    for recipe in (iid(2), shards(2, 1), classes(2, 1), *(dirichlet(2, 100, prior=p) for p in PRIORS)):
         rows = recipe(one_label)[0]
         assert np.corrcoef(np.isin(np.arange(1000), rows), np.arange(1000))[0, 1] ** 2 < 0.02, recipe
 
@@ -290,7 +291,7 @@ def test_partitioners_are_compared_by_value():
     assert repr(by_writer()) == "by_writer()"
 
 
-@pytest.mark.parametrize("prior", partition.PRIORS)
+@pytest.mark.parametrize("prior", PRIORS)
 @pytest.mark.parametrize("alpha", [1e-6, 1e6])
 def test_ten_thousand_clients(prior, alpha):
     y = np.repeat(np.arange(10), 6000)

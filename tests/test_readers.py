@@ -177,7 +177,7 @@ def test_huggingface_files_stay_memory_mapped(hf, tmp_path) -> None:
         ),
         ({"y": "huge", "partition": fd.partition.iid(2)}, "column 'huge' must be numbers up to 3.4e+38 for float32"),
         ({"x": "nan"}, "column 'nan' must have finite numbers, got NaN or infinity"),
-        ({"x": "nans"}, "x='nans', y='label': training data: inputs must be finite, but example"),
+        ({"x": "nans"}, "x='nans', y='label': training data: inputs must be finite, got NaN or infinity in"),
         ({"x": "tokens", "length": 4, "dtype": "O"}, "dtype must be an integer or a float"),
     ],
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks
 
 ATTEMPTS = 100  # of `split_classes` before small clients are filled up
 SIZE_RULES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
@@ -130,9 +130,8 @@ def client_sizes(
     require_rows(num_rows, num_clients, "min_size", min_size)
     if isinstance(sizes, tuple):
         if (total := sum(sizes)) != num_rows:
-            raise ConfigurationError(
-                f"sizes must sum to {num_rows}, the number of examples, got {total}: every example is used exactly once"
-            )
+            what = f"sizes must sum to {num_rows}, the number of examples"
+            checks.refuse(what, total, "every example is used exactly once")
         return np.array(sizes)
     if sizes is None:
         log_size = sigma * rng.standard_normal(num_clients)
@@ -185,7 +184,5 @@ def require_rows(num_rows: int, num_clients: int, name: str, each: int) -> None:
     arguments = f"num_clients={num_clients}" + (f" with {name}={each}" if each > 1 else "")
     fixes = [f"{name} <= {num_rows // num_clients}"] if num_clients <= num_rows else []
     fixes += [f"num_clients <= {num_rows // each}"] if each <= num_rows else []
-    raise ConfigurationError(
-        f"{arguments} needs at least {num_clients * each} examples, got a data set with {num_rows}: "
-        f"use {' or '.join(fixes) or 'more data'}"
-    )
+    what = f"{arguments} needs at least {num_clients * each} examples"
+    checks.refuse(what, f"a data set with {num_rows}", f"use {' or '.join(fixes) or 'more data'}")

@@ -13,7 +13,6 @@ own files. `from_huggingface`, `from_flwr`, `from_pandas` and `from_torch` read 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +51,7 @@ from fedjax_drift.data.partition import Partition, by_writer, iid
 from fedjax_drift.data.sources import DataDir, DataSet, Normalisation, Request, Samples
 from fedjax_drift.data.tff_files import from_tff as from_tff
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Flag, Seed, checked
 
 __all__ = [
     "NAMES",
@@ -170,14 +170,15 @@ NAMES = tuple(RECORDS)
 DATASETS = {name: record.read for name, record in RECORDS.items()}
 
 
+@checked
 def load(
     name: str,
     partition: tables.Partitioner | None = None,
     data_dir: DataDir = None,
     *,
-    standardize: bool | None = None,
-    seed: int = 0,
-    download: bool = False,
+    standardize: Flag | None = None,
+    seed: Seed = 0,
+    download: Flag = False,
     **options: Any,
 ) -> FederatedData:
     """Loads a data set and partitions it over the clients.
@@ -210,11 +211,9 @@ def load(
       ImportError: the source needs a package that is not installed.
     """
     options, record = _checked(name, options), RECORDS[name]
-    tables.check_partitioner(partition)
     files.folders(data_dir)
-    standardize = record.standardize if standardize is None else checks.flag("standardize", standardize)
-    seed = checks.integer("seed", seed, 0, math.inf)
-    if checks.flag("download", download) and locate(name, data_dir, **options) == "no":
+    standardize = record.standardize if standardize is None else standardize
+    if download and locate(name, data_dir, **options) == "no":
         _downloaded(name, data_dir, options)
 
     writers = isinstance(partition, Partition) and partition.base == by_writer()
@@ -298,7 +297,7 @@ def _downloaded(name: str, data_dir: DataDir, options: Mapping[str, Any]) -> Pat
         wanted, how = f"one of {possible}", record.download or "load makes it"
         if record.downloads:
             wanted = f"of one of the files {checks.listed(record.downloads.gives)}"
-        raise ConfigurationError(f"the download must be {wanted}, got {record.name}: {how}")
+        checks.refuse(f"the download must be {wanted}", record.name, how)
     names = [filename for filename in record.files if filename in record.online.gives]
     path = files.find(names, folders)
     if path is None or not record.is_complete(path):
@@ -362,7 +361,8 @@ def synthetic(
     )
 
 
-def dialogue_entropy(num_clients: int = 100, alpha: float = 1.0, seed: int = 0) -> np.ndarray:
+@checked
+def dialogue_entropy(num_clients: int = 100, alpha: float = 1.0, seed: Seed = 0) -> np.ndarray:
     """The entropy rate of each client's text in `load("dialogue", ...)` with these options, [N], in nats per character.
 
     It is the smallest possible loss of a model that knows the speaker and all earlier text. With the defaults, the mean
@@ -373,7 +373,6 @@ def dialogue_entropy(num_clients: int = 100, alpha: float = 1.0, seed: int = 0) 
     Raises ValueError if an argument is out of the range of `load`.
     """
     options = _checked("dialogue", {"num_clients": num_clients, "alpha": alpha})
-    seed = checks.integer("seed", seed, 0, math.inf)
     chains = dialogue.speakers(options["num_clients"], options["alpha"], seed)
     return np.array([dialogue.entropy_rate(chain) for chain in chains])
 

@@ -6,25 +6,29 @@ any size, and a minibatch is a gather by index. The examples are not padded, and
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import checks, reprs
+from fedjax_drift import checks, reprs, spec
 from fedjax_drift.data import joining
 from fedjax_drift.data.joining import Pair as Pair
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.shift.rule import TESTING, TRAINING, Owner, Shift, Shifting, shift_of
 from fedjax_drift.shift.time import chain
+from fedjax_drift.spec import Amount, Count, CountOrZero, Fix, Seed, Shape, Text, checked
+
+Alpha = Annotated[Amount, Fix("0.01 splits very unevenly, 100 almost evenly; None splits evenly")]
+HeldOut = spec.number("in (0, 1)", lambda v: 0 < v < 1, (0.5,), (0, 1), computed=False)
 
 
 @dataclass(frozen=True, eq=False)
+@checked
 class FederatedData:
     """The training examples of N clients, M in total, and optionally a test set.
 
@@ -51,8 +55,8 @@ class FederatedData:
     """Mean of the uint8 images, scaled to [0, 1]: a scalar, or one value per channel (the last axis of x); float32."""
     std: Any = None
     """Standard deviation of the uint8 images, scaled to [0, 1], like `mean`. Give both or neither."""
-    name: str = "data"
-    redeal: float | str | None = None
+    name: Text = "data"
+    redeal: Alpha | Literal["evenly"] | None = None
     """Redistribution of the cohort's examples in every round. Set it with `redealt`. "evenly": the examples are pooled
     and split evenly. A number alpha > 0: the examples are pooled, and each class is split by Dirichlet(alpha). None:
     clients train on their own examples."""
@@ -72,7 +76,7 @@ class FederatedData:
             raise ConfigurationError(
                 f"every client needs at least 1 example, but client {empty} is empty: leave it out"
             )
-        x_test, y_test, test_sizes, redeal = self.x_test, self.y_test, self.test_sizes, self.redeal
+        x_test, y_test, test_sizes = self.x_test, self.y_test, self.test_sizes
         for first, second, needs in (
             (x_test, y_test, "a test set needs both inputs and labels: pass test=(x, y)"),
             (self.mean, self.std, "standardising needs both mean and std: pass both, or neither"),
@@ -84,13 +88,10 @@ class FederatedData:
         if test_sizes is not None:
             test_sizes = joining.counts(test_sizes, "test_sizes", 0 if x_test is None else len(x_test), N)
         mean, std = joining.per_channel("mean", self.mean, x), joining.per_channel("std", self.std, x)
-        if redeal is not None and not (isinstance(redeal, str) and redeal == "evenly"):
-            fix = "0.01 splits very unevenly, 100 almost evenly; None splits evenly"
-            redeal = checks.positive("alpha", redeal, fix, computed=False)
+        if self.redeal not in (None, "evenly"):
             _check_classes(y, "redealt(alpha) needs")
-        checks.text("name", self.name)
-        checked = {"x": x, "y": y, "sizes": sizes, "x_test": x_test, "y_test": y_test, "test_sizes": test_sizes}
-        for name, value in (checked | {"mean": mean, "std": std, "redeal": redeal, "client_names": names}).items():
+        arrays = {"x": x, "y": y, "sizes": sizes, "x_test": x_test, "y_test": y_test, "test_sizes": test_sizes}
+        for name, value in (arrays | {"mean": mean, "std": std, "client_names": names}).items():
             object.__setattr__(self, name, value)
 
     @property
@@ -184,14 +185,11 @@ class FederatedData:
         test_sizes = None
         if test_clients is not None:
             if test is not None:
-                raise ConfigurationError(
-                    "pass either test or test_clients, got both: evaluate pools test_clients, so leave test out"
-                )
+                fix = "evaluate pools test_clients, so leave test out"
+                checks.refuse("pass either test or test_clients", "both", fix)
             x_test, y_test, test_sizes = joining.concatenate(test_clients, "test client", client_names)
             if len(test_sizes) != len(sizes):
-                raise ConfigurationError(
-                    f"test_clients must have {len(sizes)} pairs, one per client, got {len(test_sizes)}"
-                )
+                checks.refuse(f"test_clients must have {len(sizes)} pairs, one per client", len(test_sizes))
         return cls(x, y, sizes, x_test, y_test, test_sizes, mean, std, name, client_names=client_names)
 
     @classmethod
@@ -221,20 +219,21 @@ class FederatedData:
         test_sizes = None
         if test_parts is not None:
             if x_test is None or y_test is None:
-                raise ConfigurationError("test_parts needs a test set to split, got none: pass test=(x, y) too")
+                checks.refuse("test_parts needs a test set to split", "none", "pass test=(x, y) too")
             test_rows, test_sizes = joining.join_parts(test_parts, len(x_test), "test_parts")
             x_test, y_test = x_test[test_rows], y_test[test_rows]
         return cls(x[rows], y[rows], sizes, x_test, y_test, test_sizes, mean, std, name)
 
     @classmethod
+    @checked
     def of_shapes(
         cls,
-        num_clients: int,
-        rows_per_client: int,
-        shape: Sequence[int],
+        num_clients: Count,
+        rows_per_client: Count,
+        shape: Shape,
         dtype: Any = np.uint8,
-        test_rows: int = 0,
-        label_shape: Sequence[int] = (),
+        test_rows: CountOrZero = 0,
+        label_shape: Shape = (),
     ) -> FederatedData:
         """Returns data whose examples and labels are all zero, and which take no memory: for `fd.plan`.
 
@@ -246,23 +245,15 @@ class FederatedData:
           label_shape: the shape of the label of one example. Default: (), a class. For next-token prediction, pass
             ``shape=(T,), dtype=np.int32, label_shape=(T,)``.
           test_rows: number of test examples, >= 0. Some algorithms evaluate the global model in every round.
-
-        Raises:
-          ValueError: a value is out of range.
         """
-        N = checks.integer("num_clients", num_clients, 1)
-        rows = N * checks.integer("rows_per_client", rows_per_client, 1)
-        test, shape = checks.integer("test_rows", test_rows, 0), checks.shape("shape", shape)
-        label_shape = checks.shape("label_shape", label_shape)
 
         def pair(rows: int) -> Pair:
-            return np.broadcast_to(np.zeros((), dtype), (rows, *shape)), np.broadcast_to(
-                np.int32(0), (rows, *label_shape)
-            )
+            x, y = np.zeros((), dtype), np.int32(0)
+            return np.broadcast_to(x, (rows, *shape)), np.broadcast_to(y, (rows, *label_shape))
 
-        x, y = pair(rows)
-        x_test, y_test = pair(test) if test else (None, None)
-        return cls(x, y, np.full(N, rows_per_client), x_test, y_test, name="shapes")
+        x, y = pair(num_clients * rows_per_client)
+        x_test, y_test = pair(test_rows) if test_rows else (None, None)
+        return cls(x, y, np.full(num_clients, rows_per_client), x_test, y_test, name="shapes")
 
     def client(self, i: int | str) -> Pair:
         """Returns the training examples ``(x [n_i, ...], y [n_i, ...])`` of client i, as stored. i is an id or a
@@ -271,9 +262,10 @@ class FederatedData:
         rows = slice(self.offsets[i], self.offsets[i] + self.sizes[i])
         return self.x[rows], self.y[rows]
 
-    def id_of(self, name: str) -> int:
+    @checked
+    def id_of(self, name: Text) -> int:
         """Returns the id in 0..N-1 of the client with this name. Raises ValueError if no client has this name."""
-        if (client_id := self._ids.get(checks.text("name", name))) is None:
+        if (client_id := self._ids.get(name)) is None:
             known = (
                 "the clients have ids only" if self.client_names is None else f"{self.num_clients} clients have names"
             )
@@ -294,10 +286,8 @@ class FederatedData:
         """
         x = x if isinstance(x, jax.Array) else checks.array("x", x)
         if self.mean is not None and x.shape[-1:] != self.x.shape[-1:]:
-            raise ConfigurationError(
-                f"x must have {self.x.shape[-1]} channels as its last axis, like the data, got {x.shape}: pass "
-                "data.x_test, for example"
-            )
+            what = f"x must have {self.x.shape[-1]} channels as its last axis, like the data"
+            checks.refuse(what, x.shape, "pass data.x_test, for example")
         return self.decoding(jnp.asarray(x))
 
     @property
@@ -306,7 +296,8 @@ class FederatedData:
         mean, std = (None if value is None else tuple(value.ravel().tolist()) for value in (self.mean, self.std))
         return Decoding(self.has_images, mean, std)
 
-    def redealt(self, alpha: float | None = None) -> FederatedData:
+    @checked
+    def redealt(self, alpha: Alpha | None = None) -> FederatedData:
         """Returns the same data (no copy), with redistribution: every round pools the cohort's examples and splits
         them.
 
@@ -320,12 +311,17 @@ class FederatedData:
             no example does not take part in this round.
 
         Raises:
-          ValueError: alpha is not positive and finite; or alpha is given and the labels are not non-negative integers,
-            one per example.
+          ValueError: alpha is given and the labels are not non-negative integers, one per example.
         """
         return self._with(redeal="evenly" if alpha is None else alpha)
 
-    def shifted(self, shift: Shift | Any, test: str | None = None, seed: int | None = None) -> FederatedData:
+    @checked
+    def shifted(
+        self,
+        shift: Shift | Any,
+        test: Literal["present", "first", "both"] | None = None,
+        seed: Annotated[int, spec.integer(0, 2**32 - 1)] | None = None,
+    ) -> FederatedData:
         """Returns the same data (no copy) with a shift: clients with other features, or data that change over time.
 
         The shift is applied to the decoded examples of every minibatch, in the compiled round. It is applied before
@@ -342,18 +338,13 @@ class FederatedData:
           seed: random seed of all shifts of the data, in 0..2**32 - 1. The shifted data do not depend on the seed of a
             run. Default: that of an earlier shift, or 0.
 
-        Raises:
-          ValueError: a value is out of range. (A shift that does not fit the examples is refused when a `Simulation` is
-            created.)
+        A shift that does not fit the examples is refused when a `Simulation` is created.
         """
         new, old = shift_of(shift), self.shifting
-        if test is None:
-            test = old.test if old else "present"
-        test = checks.choice("test", test, ("present", "first", "both"))
         if seed is None:
             seed = old.seed if old else 0
-        seed = checks.integer("seed", seed, 0, 2**32 - 1)
-        return self._with(shifting=Shifting(chain(old.shift, new) if old else new, test, seed))
+        tested = test or (old.test if old else "present")
+        return self._with(shifting=Shifting(chain(old.shift, new) if old else new, tested, seed))
 
     def examples(self, client: int | str, round: int = 0, test: bool = False) -> Pair:  # noqa: A002
         """Returns the examples ``(x [n_i, ...], y [n_i, ...])`` of a client as the model gets them in a round: decoded
@@ -362,7 +353,7 @@ class FederatedData:
         x, y = self.client(i)
         if test:
             if self.x_test is None or self.y_test is None or self.test_sizes is None:
-                raise ConfigurationError("test examples of a client need a test set that is split by client, got none")
+                checks.refuse("test examples of a client need a test set that is split by client", "none")
             end = self.test_sizes[: i + 1].sum()
             x, y = (a[end - self.test_sizes[i] : end] for a in (self.x_test, self.y_test))
         inputs, labels = self.decode(x), jnp.asarray(integers_as_int32(y))
@@ -372,7 +363,8 @@ class FederatedData:
             inputs, labels = self.shifting.examples(t, owner, jnp.arange(len(x)), inputs, labels, part)
         return np.asarray(inputs), np.asarray(labels)
 
-    def with_client_tests(self, seed: int = 0) -> FederatedData:
+    @checked
+    def with_client_tests(self, seed: Seed = 0) -> FederatedData:
         """Returns the same data with the test set split by client, for `Simulation.evaluate_clients`.
 
         The test examples of each class are split in proportion to the clients' training examples of this class. So a
@@ -384,15 +376,14 @@ class FederatedData:
         example, or if a class of the test set has no training examples.
         """
         if self.x_test is None or self.y_test is None:
-            raise ConfigurationError("with_client_tests needs a test set to split, got none: pass test=(x, y)")
-        counts, rng = self.label_counts(), np.random.default_rng(checks.integer("seed", seed, 0, math.inf))
+            checks.refuse("with_client_tests needs a test set to split", "none", "pass test=(x, y)")
+        counts, rng = self.label_counts(), np.random.default_rng(seed)
         _check_classes(self.y_test, "splitting the test set by labels needs")
         owner = np.empty(len(self.y_test), np.int64)
         for c in np.unique(self.y_test):
             if c >= counts.shape[1] or not counts[:, c].any():
-                raise ConfigurationError(
-                    f"the test set must only have classes that clients have, got class {c}: leave its examples out"
-                )
+                what = "the test set must only have classes that clients have"
+                checks.refuse(what, f"class {c}", "leave its examples out")
             rows = rng.permutation(np.flatnonzero(self.y_test == c))
             ends = np.cumsum(counts[:, c]) * (len(rows) / counts[:, c].sum())
             owner[rows] = np.searchsorted(np.round(ends), np.arange(len(rows)), side="right")
@@ -400,7 +391,12 @@ class FederatedData:
         sizes = np.bincount(owner, minlength=self.num_clients)
         return replace(self, x_test=self.x_test[order], y_test=self.y_test[order], test_sizes=sizes)
 
-    def with_validation(self, share: float = 0.1, seed: int = 0) -> FederatedData:
+    @checked
+    def with_validation(
+        self,
+        share: Annotated[float, HeldOut, Fix("0.1 holds out a tenth of the examples of each client")] = 0.1,
+        seed: Seed = 0,
+    ) -> FederatedData:
         """Returns the same clients with a part of their training examples held out, which replaces the test set.
 
         Choose hyper-parameters with these data, so that the choice does not use the test set. Of a client with n
@@ -413,17 +409,14 @@ class FederatedData:
           seed: random seed, >= 0.
 
         Raises:
-          ValueError: a value is out of range, or no client has enough examples to hold one out.
+          ValueError: no client has enough examples to hold one out.
         """
-        fix = "0.1 holds out a tenth of the examples of each client"
-        share = checks.number("share", share, "in (0, 1)", lambda v: 0 < v < 1, fix, computed=False)
-        rng = np.random.default_rng(checks.integer("seed", seed, 0, math.inf))
+        rng = np.random.default_rng(seed)
         test_sizes = np.minimum(np.round(share * self.sizes).astype(np.int64), self.sizes - 1)
         if not test_sizes.any():
-            raise ConfigurationError(
-                f"with_validation must hold out at least one example, got share={share} of at most {self.sizes.max()} "
-                "examples per client: use a larger share, or fewer clients"
-            )
+            got = f"share={share} of at most {self.sizes.max()} examples per client"
+            fix = "use a larger share, or fewer clients"
+            checks.refuse("with_validation must hold out at least one example", got, fix)
         client = np.repeat(np.arange(self.num_clients), self.sizes)
         rows = np.lexsort((rng.random(len(client)), client))  # grouped by client, in random order within a client
         is_test = np.arange(len(rows)) < np.repeat(self.offsets + test_sizes, self.sizes)
@@ -433,7 +426,10 @@ class FederatedData:
             x_test=self.x[test], y_test=self.y[test], test_sizes=test_sizes,
         )  # fmt: skip
 
-    def with_validation_clients(self, share: float = 0.1, seed: int = 0) -> FederatedData:
+    @checked
+    def with_validation_clients(
+        self, share: Annotated[float, HeldOut, Fix("0.1 holds out a tenth of the clients")] = 0.1, seed: Seed = 0
+    ) -> FederatedData:
         """Returns the data without some of the clients, whose training examples replace the test set.
 
         Choose hyper-parameters with these data to score models on clients that never train. The other clients get new
@@ -445,15 +441,12 @@ class FederatedData:
           seed: random seed, >= 0, that chooses the clients.
 
         Raises:
-          ValueError: a value is out of range, or there is only one client.
+          ValueError: there is only one client.
         """
-        fix = "0.1 holds out a tenth of the clients"
-        share = checks.number("share", share, "in (0, 1)", lambda v: 0 < v < 1, fix, computed=False)
-        rng, N = np.random.default_rng(checks.integer("seed", seed, 0, math.inf)), self.num_clients
+        rng, N = np.random.default_rng(seed), self.num_clients
         if N == 1:
-            raise ConfigurationError(
-                "with_validation_clients needs at least 2 clients, got 1: use with_validation, which holds out examples"
-            )
+            fix = "use with_validation, which holds out examples"
+            checks.refuse("with_validation_clients needs at least 2 clients", 1, fix)
         is_test = rng.permutation(N) < min(max(round(share * N), 1), N - 1)
         of_test, names = np.repeat(is_test, self.sizes), self.client_names
         return replace(
@@ -518,15 +511,14 @@ def integers_as_int32(y: np.ndarray) -> np.ndarray:
     if not np.issubdtype(y.dtype, np.integer):
         return y
     if y.size and not np.can_cast(y.dtype, np.int32) and max(y.max(), -int(y.min())) > 2**31 - 1:
-        raise ConfigurationError(f"labels must be smaller than 2**31, got {y.min()} to {y.max()}: number them from 0")
+        checks.refuse("labels must be smaller than 2**31", f"{y.min()} to {y.max()}", "number them from 0")
     return y.astype(np.int32)
 
 
 def _check_classes(y: np.ndarray, needs: str, several: bool = False) -> None:
     """several: whether an example may have several labels."""
-    if np.issubdtype(y.dtype, np.integer) and (y.ndim == 1 or several):
-        wrong = f"labels >= 0, got {y.min()}: number the classes from 0" if y.min() < 0 else ""
-    else:
-        wrong = f"integer labels{'' if several else ', one per example'}, got {y.dtype}{list(y.shape)}"
-    if wrong:
-        raise ConfigurationError(f"{needs} {wrong}")
+    if not np.issubdtype(y.dtype, np.integer) or not (y.ndim == 1 or several):
+        what = f"{needs} integer labels{'' if several else ', one per example'}"
+        checks.refuse(what, f"{y.dtype}{list(y.shape)}")
+    if y.min() < 0:
+        checks.refuse(f"{needs} labels >= 0", y.min(), "number the classes from 0")

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files, tff_files
 from fedjax_drift.data.federated_files import Client, read_fedjax, read_leaf
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.sources import DataSet, Request, Samples, pair
-from fedjax_drift.errors import ConfigurationError
 
 FILES = {
     "npz": ("femnist_writers.npz",),
@@ -117,7 +117,7 @@ def _by_writer(rows: Iterator[Client], place: Path, number: dict[str, int]) -> f
         ids.append(number.setdefault(writer, len(number)))
         sizes.append(len(y))
     if not ids:
-        raise ConfigurationError(f"{place} must have at least 1 example, got none: copy or download it again")
+        checks.refuse(f"{place} must have at least 1 example", "none", "copy or download it again")
     images = np.frombuffer(pixels, np.uint8).reshape(-1, 28, 28, 1)
     arrays = {"x": images, "y": np.frombuffer(labels, np.uint8), "writer": np.repeat(ids, sizes)}
     if ids == sorted(ids):
@@ -133,5 +133,5 @@ def _ink(x: np.ndarray, name: str) -> np.ndarray:
     """
     if x[0].size != 28 * 28 or not (0 <= x.min() and x.max() <= 1):
         got = f"{list(x.shape[1:])}" + (f", {x.min()}..{x.max()}" if x.size else "")
-        raise ConfigurationError(f"{name} must have images of 28 x 28 numbers in 0..1, got {got}: is it FEMNIST?")
+        checks.refuse(f"{name} must have images of 28 x 28 numbers in 0..1", got, "is it FEMNIST?")
     return np.rint(255 * (1 - x.reshape(-1, 28, 28, 1))).astype(np.uint8)

@@ -12,8 +12,10 @@ from fedjax_drift import checks
 from fedjax_drift.data import files, huggingface, tables
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Count, Flag, checked
 
 
+@checked
 def from_flwr(
     source: Any,
     x: str | Sequence[str],
@@ -21,10 +23,10 @@ def from_flwr(
     test: Any = None,
     *,
     split: str = "train",
-    length: int | None = None,
-    padding: int = 0,
-    truncate: bool = False,
-    dtype: Any = None,
+    length: Count | None = None,
+    padding: huggingface.Padding = 0,
+    truncate: Flag = False,
+    dtype: tables.Dtype | None = None,
     name: str = "data",
 ) -> FederatedData:
     """Creates a federation from the partitions of Flower Datasets. Needs flwr-datasets.
@@ -46,7 +48,7 @@ def from_flwr(
       ImportError: flwr-datasets is not installed.
     """
     files.require("flwr_datasets", "from_flwr")
-    options = huggingface.conversion(length, padding, truncate, dtype)
+    options = huggingface.Conversion(length, padding, truncate, dtype)
     partitioner, test = _partitioners(source, split, test)
     train, tests = _table(partitioner, x, y, options), None if test is None else _table(test, x, y, options)
     return tables.from_table(train, tests, None, None, name, f"x={x!r}, y={y!r}")
@@ -66,9 +68,8 @@ def _partitioners(source: Any, split: str, test: Any) -> tuple[Any, Any]:
             test = _split(source, test)
         source = partitioners[split]
     if not _has_partitions(source):
-        raise ConfigurationError(
-            f"source must be a FederatedDataset, or a Partitioner whose dataset is set, got {checks.shown(source)}"
-        )
+        what = "source must be a FederatedDataset, or a Partitioner whose dataset is set"
+        checks.refuse(what, checks.shown(source))
     return source, test if test is None or _has_partitions(test) else huggingface.check_dataset("test", test)
 
 
@@ -77,7 +78,7 @@ def _split(source: Any, name: str) -> Any:
     try:
         return source.partitioners.get(name) or source.load_split(name)
     except ValueError as error:
-        raise ConfigurationError(f"test must be a split of the data set, got {name!r}: {error}") from error
+        checks.refuse("test must be a split of the data set", repr(name), str(error), error)
 
 
 def _has_partitions(source: Any) -> bool:

@@ -10,9 +10,10 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.data import files, tables
 from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Flag, checked
 
 
+@checked
 def from_pandas(
     frame: Any,
     x: str | Sequence[str],
@@ -21,8 +22,8 @@ def from_pandas(
     partition: tables.Partitioner | None = None,
     test: Any = None,
     *,
-    dtype: Any = None,
-    client_tests: bool | None = None,
+    dtype: tables.Dtype | None = None,
+    client_tests: Flag | None = None,
     name: str = "data",
 ) -> FederatedData:
     """Creates a federation from a `pandas.DataFrame`. Needs pandas.
@@ -64,8 +65,8 @@ def _table(frame: Any, x: str | Sequence[str], y: str, client: str | None, dtype
 
     if not isinstance(frame, pd.DataFrame) or not len(frame):
         got = "no rows" if isinstance(frame, pd.DataFrame) else f"a {type(frame).__name__}"
-        raise ConfigurationError(f"the frame must be a pandas.DataFrame with at least 1 row, got {got}")
-    names, dtype = tables.column_names(x, y, client, list(frame.columns)), tables.checked_dtype(dtype)
+        checks.refuse("the frame must be a pandas.DataFrame with at least 1 row", got)
+    names = tables.column_names(x, y, client, list(frame.columns))
     columns, titles = [_numbers(frame, name) for name in names], [f"column {name!r}" for name in names]
     return tables.Table(
         lambda rows: tables.inputs(columns if rows is None else (c[rows] for c in columns), titles, dtype, rows),
@@ -84,7 +85,7 @@ def _numbers(frame: Any, name: str) -> np.ndarray:
     if types.is_integer_dtype(column.dtype):
         return _integers(column)
     if not types.is_numeric_dtype(column.dtype) or types.is_complex_dtype(column.dtype) or is_category:
-        raise ConfigurationError(f"column {name!r} must be numeric, got {_advice(column, f'frame[{name!r}]')}")
+        checks.refuse(f"column {name!r} must be numeric", _advice(column, f"frame[{name!r}]"))
     return column.to_numpy(np.float32 if column.dtype.itemsize <= 4 else np.float64)
 
 
@@ -137,7 +138,7 @@ def _clients(frame: Any, name: str) -> np.ndarray:
     if pd.api.types.is_integer_dtype(column.dtype):
         return _integers(column)
     if (kind := pd.api.types.infer_dtype(column)) not in ("string", "categorical"):
-        raise ConfigurationError(f"column {name!r} must have integers or strings as clients, got {kind}")
+        checks.refuse(f"column {name!r} must have integers or strings as clients", kind)
     return column.to_numpy(object).astype(str)
 
 
@@ -148,12 +149,10 @@ def _complete(frame: Any, name: str) -> Any:
     """
     import pandas as pd
 
-    column, wrong = frame[name], ""
+    column = frame[name]
     if column.ndim != 1:
-        wrong = f"be one column, got {column.shape[1]} of this name: rename them"
-    elif (missing := column.isna()).any():
-        wrong = f"have no missing values, got {missing.sum()}, the first in row {missing.argmax()}: {tables.FILL}, "
-        wrong += "frame.dropna()"
-    if wrong:
-        raise ConfigurationError(f"column {name!r} must {wrong}")
+        checks.refuse(f"column {name!r} must be one column", f"{column.shape[1]} of this name", "rename them")
+    if (missing := column.isna()).any():
+        got = f"{missing.sum()}, the first in row {missing.argmax()}"
+        checks.refuse(f"column {name!r} must have no missing values", got, f"{tables.FILL}, frame.dropna()")
     return column.sparse.to_dense() if isinstance(column.dtype, pd.SparseDtype) else column

@@ -6,19 +6,18 @@ No download is needed: the skeletons of the characters come from the fonts that 
 from __future__ import annotations
 
 import functools
-import math
 import os
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.data.sources import Request, Samples, of_classes, pair
+from fedjax_drift.spec import Count, Fix, Seed, checked
 
 CHARACTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"  # LEAF's class order
 
@@ -90,7 +89,10 @@ def load(request: Request, *, num_writers: int = 3400, num_classes: int | None =
     return Samples(train, test, writer[used], test_writer[test_used])
 
 
-def make_glyphs(num_writers: int = 3400, seed: int = 0, progress: bool = False) -> Glyphs:
+@checked
+def make_glyphs(
+    num_writers: Annotated[Count, Fix("FEMNIST has 3400")] = 3400, seed: Seed = 0, progress: bool = False
+) -> Glyphs:
     """Generates images of digits and letters by `num_writers` writers.
 
     The sizes follow FEMNIST (Caldas et al. 2018, LEAF; split of TensorFlow Federated): about 197 training images per
@@ -109,12 +111,7 @@ def make_glyphs(num_writers: int = 3400, seed: int = 0, progress: bool = False) 
         num_writers: number of writers, >= 1.
         seed: random seed, >= 0.
         progress: if True, report on stderr after each tenth of the writers.
-
-    Raises:
-        ValueError: if `num_writers` < 1 or `seed` < 0.
     """
-    num_writers = checks.integer("num_writers", num_writers, 1, fix="FEMNIST has 3400")
-    seed = checks.integer("seed", seed, 0, math.inf)
     atlas = _atlas()
     seeds = [np.random.SeedSequence(seed, spawn_key=(w,)) for w in range(num_writers)]
     rngs = [np.random.default_rng(s) for s in seeds]

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.data import files, image_files, tables
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Count, Flag, checked
 
+Padding = Annotated[int, spec.integer(-(2**31), checks.LARGE)]
 NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 ROWS = 1024  # examples that are read at once if they are decoded or copied
 
 
+@checked
 def from_huggingface(
     dataset: Any,
     x: str | Sequence[str],
@@ -26,11 +29,11 @@ def from_huggingface(
     test: Any = None,
     *,
     split: str = "train",
-    length: int | None = None,
-    padding: int = 0,
-    truncate: bool = False,
-    dtype: Any = None,
-    client_tests: bool | None = None,
+    length: Count | None = None,
+    padding: Padding = 0,
+    truncate: Flag = False,
+    dtype: tables.Dtype | None = None,
+    client_tests: Flag | None = None,
     name: str = "data",
 ) -> FederatedData:
     """Creates a federation from a `datasets.Dataset` or `datasets.DatasetDict`. Needs datasets.
@@ -70,7 +73,7 @@ def from_huggingface(
     files.require("datasets", "from_huggingface")
     tables.check_clients(client, partition)
     train, test = _splits(dataset, split, test)
-    options, tests = conversion(length, padding, truncate, dtype), None
+    options, tests = Conversion(length, padding, truncate, dtype), None
     if test is not None:
         with tables.naming("test"):
             tests = table(test, x, y, client if client in test.column_names else None, options)
@@ -102,28 +105,19 @@ class Conversion(NamedTuple):
     dtype: np.dtype | None
 
 
-def conversion(length: int | None, padding: int, truncate: bool, dtype: Any) -> Conversion:
-    """Returns the checked options."""
-    length = None if length is None else checks.integer("length", length, 1)
-    padding = checks.integer("padding", padding, -(2**31), checks.LARGE)
-    return Conversion(length, padding, checks.flag("truncate", truncate), tables.checked_dtype(dtype))
-
-
 def check_dataset(name: str, dataset: Any) -> Any:
     """Returns the data set. Raises ValueError unless it is a `datasets.Dataset` with examples."""
     import datasets
 
-    wrong = ""
     if not isinstance(dataset, datasets.Dataset):
         is_stream = isinstance(dataset, datasets.IterableDataset)
         fix = "load it without streaming=True" if is_stream else "make one, for example with Dataset.from_dict"
-        wrong = f"be a datasets.Dataset, got a {type(dataset).__name__}: {fix}"
-    elif dataset.format["type"] == "custom":
-        wrong = "have no transform (set_transform), because it would not be applied: use dataset.map"
-    elif len(dataset) == 0:
-        wrong = "have at least 1 example, got 0"
-    if wrong:
-        raise ConfigurationError(f"{name} must {wrong}")
+        checks.refuse(f"{name} must be a datasets.Dataset", f"a {type(dataset).__name__}", fix)
+    if dataset.format["type"] == "custom":
+        why = "have no transform (set_transform), because it would not be applied: use dataset.map"
+        raise ConfigurationError(f"{name} must {why}")
+    if len(dataset) == 0:
+        checks.refuse(f"{name} must have at least 1 example", 0)
     return dataset
 
 
@@ -160,10 +154,9 @@ def labels(dataset: Any, y: str, options: Conversion) -> Iterator[np.ndarray]:
         array = _array(columns[y], rows, dataset.features[y], y, options, fix)
         array = tables.labels(array, f"column {y!r}", rows)
         if is_class and array.min() < 0:
-            raise ConfigurationError(
-                f"column {y!r} must have classes >= 0, got {array.min()}, which stands for an unknown label: leave "
-                "these examples out with dataset.filter, or, if it is the test set, pass another one as test="
-            )
+            got = f"{array.min()}, which stands for an unknown label"
+            fix = "leave these examples out with dataset.filter, or, if it is the test set, pass another one as test="
+            checks.refuse(f"column {y!r} must have classes >= 0", got, fix)
         yield array
 
 
@@ -181,7 +174,7 @@ def clients(dataset: Any, name: str) -> np.ndarray:
         elif pa.types.is_integer(column.type):
             parts.append(column.to_numpy())
         else:
-            raise ConfigurationError(f"column {name!r} must have integers or strings as clients, got {column.type}")
+            checks.refuse(f"column {name!r} must have integers or strings as clients", column.type)
     return np.concatenate(parts)
 
 
@@ -234,18 +227,14 @@ def _numbers(column: Any, name: str, options: Conversion, fix: str, is_inner: bo
     if is_kind.is_integer(kind) or is_kind.is_floating(kind) or is_kind.is_boolean(kind):
         return column.to_numpy(zero_copy_only=False)
     if not (is_kind.is_list(kind) or is_kind.is_large_list(kind) or is_kind.is_fixed_size_list(kind)):
-        raise ConfigurationError(
-            f"column {name!r} must have numbers, or lists of numbers, got {_advice(column, name, fix)}"
-        )
+        checks.refuse(f"column {name!r} must have numbers, or lists of numbers", _advice(column, name, fix))
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
     values = _numbers(column.flatten(), name, options, fix, is_inner=True)
     if options.length is not None and not is_inner:
         return _padded(values, lengths, name, options)
     if len(lengths) and lengths.min() < lengths.max():
-        raise ConfigurationError(
-            f"column {name!r} must have lists of one length, got {lengths.min()} to {lengths.max()}: pass length=, "
-            "to which shorter lists are padded"
-        )
+        got, fix = f"{lengths.min()} to {lengths.max()}", "pass length=, to which shorter lists are padded"
+        checks.refuse(f"column {name!r} must have lists of one length", got, fix)
     return values.reshape(len(lengths), *lengths[:1], *values.shape[1:])
 
 
@@ -274,18 +263,15 @@ def _padded(values: np.ndarray, lengths: np.ndarray, name: str, options: Convers
     """Returns the lists, whose values are consecutive, padded or cut to options.length."""
     length = options.length or 0
     if lengths.max() > length and not options.truncate:
-        raise ConfigurationError(
-            f"column {name!r} must have lists of at most length={length} values, got {lengths.max()}: use a larger "
-            "length, or truncate=True"
-        )
+        what = f"column {name!r} must have lists of at most length={length} values"
+        checks.refuse(what, lengths.max(), "use a larger length, or truncate=True")
     if (lengths == length).all():
         return values.reshape(len(lengths), length, *values.shape[1:])
     with np.errstate(all="ignore"):
         padding = np.array(options.padding).astype(values.dtype)
     if padding.item() != options.padding:
-        raise ConfigurationError(
-            f"padding must be in the range of {values.dtype}, the dtype of column {name!r}, got {options.padding}"
-        )
+        what = f"padding must be in the range of {values.dtype}, the dtype of column {name!r}"
+        checks.refuse(what, options.padding)
     padded = np.full((len(lengths), length, *values.shape[1:]), padding)
     place = np.arange(length)
     is_value = place < lengths[:, None]
@@ -296,6 +282,5 @@ def _padded(values: np.ndarray, lengths: np.ndarray, name: str, options: Convers
 
 def _check_complete(column: Any, name: str) -> None:
     if column.null_count:
-        raise ConfigurationError(
-            f"column {name!r} must have no missing values, got {column.null_count}: {tables.FILL} with dataset.filter"
-        )
+        fix = f"{tables.FILL} with dataset.filter"
+        checks.refuse(f"column {name!r} must have no missing values", column.null_count, fix)

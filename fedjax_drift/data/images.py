@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files, image_files, tfds
 from fedjax_drift.data.federated import Pair
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.sources import Request, Samples, of_classes, pair
-from fedjax_drift.errors import ConfigurationError
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IDX_PARTS = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
@@ -61,10 +61,8 @@ def _mnist_writers(request: Request, y: np.ndarray) -> np.ndarray:
         f"{path} and {writers.name}",
     )
     if len(y) == 60_000 and zlib.crc32(y.astype(np.uint8).tobytes()) != MNIST_ORDER:
-        raise ConfigurationError(
-            f"{path}: by_writer() needs the examples in MNIST's official order, got another order: "
-            "write the file from the original idx files"
-        )
+        what = f"{path}: by_writer() needs the examples in MNIST's official order"
+        checks.refuse(what, "another order", "write the file from the original idx files")
     return writer
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
 
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -19,15 +18,13 @@ def aligned(test_clients: Any, clients: Any) -> Any:
     """Returns the test examples of the clients as a list. If they have names, those left out get empty arrays."""
     if isinstance(test_clients, Mapping) != isinstance(clients, Mapping):
         kind, names = ("dict", " with client names") if isinstance(clients, Mapping) else ("list", "")
-        raise ConfigurationError(
-            f"test_clients must be a {kind}{names}, because clients is a {kind}, got a {type(test_clients).__name__}: "
-            "use lists or dicts for both"
-        )
+        what = f"test_clients must be a {kind}{names}, because clients is a {kind}"
+        checks.refuse(what, f"a {type(test_clients).__name__}", "use lists or dicts for both")
     if not isinstance(clients, Mapping):
         return test_clients
     if unknown := [name for name in test_clients if name not in clients]:
         near = checks.nearest(unknown[0], map(str, clients))
-        raise ConfigurationError(f"test_clients must have names of clients, got {unknown[0]!r}{near}")
+        checks.refuse("test_clients must have names of clients", f"{unknown[0]!r}{near}")
     empty = (np.zeros(0), np.zeros(0))
     return [test_clients.get(name, empty) for name in clients]
 
@@ -40,7 +37,7 @@ def checked_names(names: Any, num_clients: int) -> tuple[str, ...]:
     texts = tuple(map(str, names)) if is_list else ()
     if len(texts) != num_clients or len(set(texts)) < len(texts):
         got = f"{len(texts)}, of which {len(set(texts))} differ" if is_list else checks.shown(names)
-        raise ConfigurationError(f"client_names must be {num_clients} different names, one per client, got {got}")
+        checks.refuse(f"client_names must be {num_clients} different names, one per client", got)
     return texts
 
 
@@ -48,15 +45,14 @@ def per_channel(name: str, value: Any, x: np.ndarray) -> np.ndarray | None:
     """Returns the mean or the standard deviation of uint8 images, float32 [] or [C]."""
     if value is None:
         return None
-    numbers, channels, wrong = np.asarray(checks.array(name, [value])[0], np.float32), x.shape[-1], ""
+    numbers, channels = np.asarray(checks.array(name, [value])[0], np.float32), x.shape[-1]
     if x.dtype != np.uint8:
-        wrong = f"be None unless the inputs are uint8 images, got inputs of {x.dtype}: standardise them yourself"
-    elif numbers.shape not in ((), (channels,)) or not np.isfinite(numbers).all():
-        wrong = f"be a finite number, or {channels} of them, one per channel, got {value}"
-    elif name == "std" and not (numbers > 0).all():
-        wrong = f"be > 0, got {value}: pass the standard deviation of the pixels, scaled to [0, 1]"
-    if wrong:
-        raise ConfigurationError(f"{name} must {wrong}")
+        what, got = f"{name} must be None unless the inputs are uint8 images", f"inputs of {x.dtype}"
+        checks.refuse(what, got, "standardise them yourself")
+    if numbers.shape not in ((), (channels,)) or not np.isfinite(numbers).all():
+        checks.refuse(f"{name} must be a finite number, or {channels} of them, one per channel", value)
+    if name == "std" and not (numbers > 0).all():
+        checks.refuse("std must be > 0", value, "pass the standard deviation of the pixels, scaled to [0, 1]")
     return numbers
 
 
@@ -64,7 +60,7 @@ def as_pair(pair: Any, what: str) -> Pair:
     """Returns a pair of arrays. Raises ValueError unless it is one."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
-        raise ConfigurationError(f"{what} must be a pair (inputs, labels), got a {type(pair).__name__}{size}")
+        checks.refuse(f"{what} must be a pair (inputs, labels)", f"a {type(pair).__name__}{size}")
     return checks.array(f"{what}: inputs", pair[0]), checks.array(f"{what}: labels", pair[1])
 
 
@@ -75,16 +71,14 @@ def row(rows: np.ndarray) -> str:
 def checked_pair(x: Any, y: Any, what: str) -> Pair:
     """Returns the pair as arrays. Raises ValueError unless they are finite and have the same length, at least 1."""
     x, y = as_pair((x, y), what)
-    wrong = ""
     if len(x) != len(y):
-        wrong = f" must have as many inputs as labels, got {len(x)} inputs and {len(y)} labels"
-    elif len(x) == 0:
-        wrong = " must have at least 1 example, got 0"
+        checks.refuse(f"{what} must have as many inputs as labels", f"{len(x)} inputs and {len(y)} labels")
+    if len(x) == 0:
+        checks.refuse(f"{what} must have at least 1 example", 0)
     for kind, array in (("inputs", x), ("labels", y)):
-        if not wrong and array.dtype.kind not in "biu" and (bad := _first_nonfinite(array)) is not None:
-            wrong = f": {kind} must be finite, but example {bad} has NaN or infinity: correct it or leave it out"
-    if wrong:
-        raise ConfigurationError(f"{what}{wrong}")
+        if array.dtype.kind not in "biu" and (bad := _first_nonfinite(array)) is not None:
+            got = f"NaN or infinity in example {bad}"
+            checks.refuse(f"{what}: {kind} must be finite", got, "correct it or leave it out")
     return x, y
 
 
@@ -93,10 +87,8 @@ def checked_test(x_test: Any, y_test: Any, x: np.ndarray, y: np.ndarray) -> Pair
     x_test, y_test = checked_pair(x_test, y_test, "test data")
     for kind, train, test in (("inputs", x, x_test), ("labels", y, y_test)):
         if test.shape[1:] != train.shape[1:] or kind == "inputs" and train.dtype != test.dtype:
-            raise ConfigurationError(
-                f"test {kind} must have the dtype and shape of the training {kind}, {row(train)} per example, got "
-                f"{row(test)}: convert both in the same way"
-            )
+            what = f"test {kind} must have the dtype and shape of the training {kind}, {row(train)} per example"
+            checks.refuse(what, row(test), "convert both in the same way")
     return x_test, y_test
 
 
@@ -107,18 +99,15 @@ def counts(values: Any, name: str, total: int, length: int | None = None) -> np.
     """
     numbers = checks.array(name, values)
     numbers = numbers if numbers.size else np.zeros(0, int)
-    wrong = ""
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or length not in (None, len(numbers)):
         allowed = "integers" if length is None else f"{length} integers"
-        wrong = f"be {allowed}, one per client, got {numbers.dtype}{list(numbers.shape)}"
-    elif len(numbers) and not 0 <= numbers.min() <= numbers.max() <= min(total, checks.LARGE):
+        checks.refuse(f"{name} must be {allowed}, one per client", f"{numbers.dtype}{list(numbers.shape)}")
+    if len(numbers) and not 0 <= numbers.min() <= numbers.max() <= min(total, checks.LARGE):
         most = f"{total}, the number of examples" if total <= checks.LARGE else checks.LARGE
-        wrong = f"be in 0..{most}, got {numbers.min()}..{numbers.max()}"
-    elif (counted := int(numbers.sum())) != total:
-        wrong = f"sum to {total}, the number of examples, got {counted}: build the federation with from_clients or "
-        wrong += "from_partition"
-    if wrong:
-        raise ConfigurationError(f"{name} must {wrong}")
+        checks.refuse(f"{name} must be in 0..{most}", f"{numbers.min()}..{numbers.max()}")
+    if (counted := int(numbers.sum())) != total:
+        fix = "build the federation with from_clients or from_partition"
+        checks.refuse(f"{name} must sum to {total}, the number of examples", counted, fix)
     return numbers.astype(np.int32)
 
 
@@ -139,24 +128,20 @@ def concatenate(clients: Any, what: str, names: Sequence[Any] | None) -> tuple[n
     client without examples may have any. names: what messages call the clients. Default: 0, 1, ...
     """
     if not isinstance(clients, Sequence) or isinstance(clients, str | bytes | range):
-        raise ConfigurationError(
-            f"pass a list with one (inputs, labels) pair for each {what}, got a {type(clients).__name__}"
-        )
+        checks.refuse(f"pass a list with one (inputs, labels) pair for each {what}", f"a {type(clients).__name__}")
     if not clients:
-        raise ConfigurationError(f"a federation needs at least 1 {what}, got 0: pass one (x, y) pair per client")
+        checks.refuse(f"a federation needs at least 1 {what}", 0, "pass one (x, y) pair per client")
     titles = [f"{what} {name}" for name in (range(len(clients)) if names is None else names)]
     pairs = [as_pair(pair, title) for pair, title in zip(clients, titles, strict=True)]
     usual = Counter(_form(*pair) for pair in pairs if len(pair[0])).most_common(1)
     for title, (x, y) in zip(titles, pairs, strict=True):
-        wrong = ""
         if len(x) != len(y):
-            wrong = f"as many inputs as labels, got {len(x)} and {len(y)}"
-        elif len(x) and _form(x, y) != usual[0][0]:
+            checks.refuse(f"{title} must have as many inputs as labels", f"{len(x)} and {len(y)}")
+        if len(x) and _form(x, y) != usual[0][0]:
             first_x, first_y = next(pair for pair in pairs if len(pair[0]) and _form(*pair) == usual[0][0])
-            wrong = f"the dtypes and shapes of the other clients, inputs {row(first_x)} and labels {row(first_y)}, got "
-            wrong += f"{row(x)} and {row(y)}: use the same dtype and shape per example for every client"
-        if wrong:
-            raise ConfigurationError(f"{title} must have {wrong}")
+            others = f"the dtypes and shapes of the other clients, inputs {row(first_x)} and labels {row(first_y)}"
+            fix = "use the same dtype and shape per example for every client"
+            checks.refuse(f"{title} must have {others}", f"{row(x)} and {row(y)}", fix)
     sizes = np.array([len(x) for x, _ in pairs])
     examples = [(title, *pair) for title, pair in zip(titles, pairs, strict=True) if len(pair[0])]
     if not examples:
@@ -185,25 +170,20 @@ def join_parts(parts: Any, rows: int, what: str) -> tuple[np.ndarray, np.ndarray
     """Returns the example indices of all clients, int64, and the number of examples of each client."""
     no_list = isinstance(parts, str | bytes | Mapping) or not isinstance(parts, Iterable)
     no_list |= getattr(parts, "ndim", 1) == 0
-    parts, got = parts if no_list else list(parts), ""
+    parts, allowed = parts if no_list else list(parts), f"{what} must be one array of example indices per client"
     if callable(parts):
-        got = f"a function: if it is a partitioner, call it with the labels, {what}=partitioner(y)"
-    elif no_list:
-        got = checks.shown(parts)
-    elif any(isinstance(part, Integral) for part in parts):
-        got = "one number per example: if these are the clients, "
-        got += f"pass {what}=[np.flatnonzero(owner == i) for i in np.unique(owner)]"
-    elif not parts:
-        got = "none: pass at least 1 client"
-    if got:
-        raise ConfigurationError(f"{what} must be one array of example indices per client, got {got}")
+        checks.refuse(allowed, "a function", f"if it is a partitioner, call it with the labels, {what}=partitioner(y)")
+    if no_list:
+        checks.refuse(allowed, checks.shown(parts))
+    if any(isinstance(part, Integral) for part in parts):
+        fix = f"if these are the clients, pass {what}=[np.flatnonzero(owner == i) for i in np.unique(owner)]"
+        checks.refuse(allowed, "one number per example", fix)
+    if not parts:
+        checks.refuse(allowed, "none", "pass at least 1 client")
     arrays = [checks.array(f"{what}[{i}]", part) for i, part in enumerate(parts)]
     for i, part in enumerate(arrays):
-        wrong = ""
         if part.ndim != 1 or (len(part) and part.dtype.kind not in "iu"):
-            wrong = f"be a list of example indices, got {part.dtype}{list(part.shape)}"
-        elif len(part) and not 0 <= part.min() <= part.max() < rows:
-            wrong = f"have example indices in 0..{rows - 1}, got {part.min()}..{part.max()}"
-        if wrong:
-            raise ConfigurationError(f"{what}[{i}] must {wrong}")
+            checks.refuse(f"{what}[{i}] must be a list of example indices", f"{part.dtype}{list(part.shape)}")
+        if len(part) and not 0 <= part.min() <= part.max() < rows:
+            checks.refuse(f"{what}[{i}] must have example indices in 0..{rows - 1}", f"{part.min()}..{part.max()}")
     return np.concatenate(arrays).astype(np.int64), np.array([len(part) for part in arrays])

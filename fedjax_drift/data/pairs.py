@@ -11,11 +11,12 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.data import tables
 from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Flag, checked
 
 ClientOf = Sequence[int] | Sequence[str] | np.ndarray | Callable[[int], int | str]
 
 
+@checked
 def from_torch(
     dataset: Any,
     client_of: ClientOf | None = None,
@@ -23,8 +24,8 @@ def from_torch(
     test: Any = None,
     *,
     test_client_of: ClientOf | None = None,
-    channels_first: bool = False,
-    client_tests: bool | None = None,
+    channels_first: Flag = False,
+    client_tests: Flag | None = None,
     name: str = "data",
 ) -> FederatedData:
     """Creates a federation from a map-style `torch.utils.data.Dataset` of pairs (input, label).
@@ -55,7 +56,6 @@ def from_torch(
         argument has a wrong value.
     """
     tables.check_clients(client_of, partition, "client_of")
-    channels_first = checks.flag("channels_first", channels_first)
     train = _table("dataset", dataset, client_of, channels_first)
     tests = None if test is None else _table("test", test, test_client_of, channels_first)
     return tables.from_table(train, tests, partition, client_tests, name, "dataset")
@@ -63,16 +63,13 @@ def from_torch(
 
 def _table(argument: str, dataset: Any, client_of: ClientOf | None, channels_first: bool) -> tables.Table:
     if not _is_map_style(dataset):
-        raise ConfigurationError(
-            f"{argument} must be a map-style data set with len(dataset) >= 1 and dataset[k], got "
-            f"{checks.shown(dataset)}: read an iterable data set into a list"
-        )
+        what = f"{argument} must be a map-style data set with len(dataset) >= 1 and dataset[k]"
+        checks.refuse(what, checks.shown(dataset), "read an iterable data set into a list")
     x, y = _columns(argument, dataset)
     if channels_first:
         if x.ndim != 4:
-            raise ConfigurationError(
-                f"channels_first=True needs images [C, H, W], got inputs of shape {list(x.shape[1:])}: leave it out"
-            )
+            got = f"inputs of shape {list(x.shape[1:])}"
+            checks.refuse("channels_first=True needs images [C, H, W]", got, "leave it out")
         x = np.ascontiguousarray(np.moveaxis(x, 1, -1))
     inputs = tables.inputs([x], [f"{argument}: the inputs"], None)
     client = None if client_of is None else _clients(argument, client_of, len(dataset))
@@ -99,9 +96,8 @@ def _columns(argument: str, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
     for k in range(len(dataset)):
         example = dataset[k]
         if not isinstance(example, tuple | list) or len(example) != 2:
-            raise ConfigurationError(
-                f"{argument}[{k}] must be a pair (input, label), got {checks.shown(example)}: wrap the data set"
-            )
+            what = f"{argument}[{k}] must be a pair (input, label)"
+            checks.refuse(what, checks.shown(example), "wrap the data set")
         pair = [_array(value, f"{argument}[{k}][{i}]") for i, value in enumerate(example)]
         columns = columns or [np.empty((len(dataset), *value.shape), value.dtype) for value in pair]
         for i, (column, value) in enumerate(zip(columns, pair, strict=True)):
@@ -117,13 +113,11 @@ def _array(value: Any, name: str) -> np.ndarray:
     try:
         array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
     except Exception as error:  # a ragged list, or a tensor of a dtype that NumPy lacks
-        raise ConfigurationError(
-            f"{name} must be a tensor, an array or a number, got a {type(value).__name__} ({checks.first_line(error)})"
-        ) from error
+        got = f"a {type(value).__name__} ({checks.first_line(error)})"
+        checks.refuse(f"{name} must be a tensor, an array or a number", got, cause=error)
     if array.dtype.kind not in "biuf":
-        raise ConfigurationError(
-            f"{name} must be numbers, got {checks.shown(value)}: convert it with a transform, and number the classes"
-        )
+        fix = "convert it with a transform, and number the classes"
+        checks.refuse(f"{name} must be numbers", checks.shown(value), fix)
     return array
 
 

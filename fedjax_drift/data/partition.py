@@ -17,14 +17,13 @@ Shapes: M examples, N clients, C distinct labels.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from fedjax_drift import checks, reprs
+from fedjax_drift import checks, reprs, spec
 from fedjax_drift.data.assignment import (
     SIZE_RULES,
     apportion,
@@ -37,6 +36,7 @@ from fedjax_drift.data.assignment import (
     split_classes,
 )
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Amount, AmountOrZero, Count, CountOrZero, Fix, Flag, Seed, checked
 
 __all__ = ["by_writer", "classes", "dirichlet", "distribution", "iid", "long_tailed", "shards"]
 
@@ -45,9 +45,11 @@ def __dir__() -> list[str]:
     return __all__
 
 
-PRIORS = ("client", "class", "global")
 Sizes = str | Sequence[int] | np.ndarray | None
 Weights = Sequence[Sequence[float]] | np.ndarray
+Sigma = Annotated[AmountOrZero, Fix("0 gives equal sizes, 0.3 is usual")]
+Alpha = Annotated[Amount, Fix("0.01 gives a very uneven label mix, 100 an even one")]
+IMBALANCE = spec.number("a finite number >= 1", lambda v: v >= 1, (1, 100), (0.5,), computed=False)
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,10 +88,8 @@ class Partition:
         """
         y = checks.array("y", y)
         if y.ndim != 1 or y.dtype.kind not in "iu" or y.size == 0:
-            raise ConfigurationError(
-                "y must be one-dimensional integer labels, at least one, "
-                f"got {y.dtype} of shape {y.shape}: pass one class number per example"
-            )
+            what, got = "y must be one-dimensional integer labels, at least one", f"{y.dtype} of shape {y.shape}"
+            checks.refuse(what, got, "pass one class number per example")
         owner = self.owners(y, writer)
         rows = np.argsort(owner, kind="stable").astype(np.int64, copy=False)
         return np.split(rows, np.cumsum(np.bincount(owner + 1))[:-1])[1:]
@@ -98,7 +98,8 @@ class Partition:
         return f"{self.name}({', '.join(f'{k}={reprs.short(v)}' for k, v in self.arguments.items())})"
 
 
-def iid(num_clients: int, seed: int = 0, size_sigma: float = 0.0, sizes: Sizes = None) -> Partition:
+@checked
+def iid(num_clients: Count, seed: Seed = 0, size_sigma: Sigma = 0.0, sizes: Sizes = None) -> Partition:
     """Shuffles the examples and splits them into N parts.
 
     The clients' shares of a class are random. With `distribution(N, np.ones((N, C)))` for C classes they are equal, as
@@ -115,15 +116,13 @@ def iid(num_clients: int, seed: int = 0, size_sigma: float = 0.0, sizes: Sizes =
         of N integers >= 1 that sum to M. Default: None, see size_sigma.
 
     Raises:
-      ValueError: a value is out of range, or sizes and size_sigma are both given. Calling the partitioner raises it if
-        M < N, or if the given sizes do not sum to M.
+      ValueError: sizes and size_sigma are both given. Calling the partitioner raises it if M < N, or if the given sizes
+        do not sum to M.
 
     Flower's LinearPartitioner, SquarePartitioner, ExponentialPartitioner and SizePartitioner have such sizes. They give
     contiguous blocks of the data set without shuffling it. The first three add all examples that are lost by rounding
     to the last client, and refuse a data set if a client would be empty. The last one may leave examples out.
     """
-    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
-    size_sigma = checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual", computed=False)
     arguments: dict[str, Any] = {"num_clients": num_clients, "seed": seed, "size_sigma": size_sigma}
     if sizes is not None:
         arguments["sizes"] = sizes = _checked_sizes(sizes, num_clients, size_sigma, min_size=1)
@@ -136,14 +135,15 @@ def iid(num_clients: int, seed: int = 0, size_sigma: float = 0.0, sizes: Sizes =
     return Partition("iid", arguments, owners)
 
 
+@checked
 def dirichlet(
-    num_clients: int,
-    alpha: float,
-    seed: int = 0,
-    prior: str = "client",
-    size_sigma: float = 0.0,
-    min_size: int | None = None,
-    capped: bool = True,
+    num_clients: Count,
+    alpha: Alpha,
+    seed: Seed = 0,
+    prior: Literal["client", "class", "global"] = "client",
+    size_sigma: Sigma = 0.0,
+    min_size: Count | None = None,
+    capped: Flag = True,
     sizes: Sizes = None,
 ) -> Partition:
     """Assigns different label distributions to the clients, drawn from a Dirichlet distribution.
@@ -177,26 +177,20 @@ def dirichlet(
       sizes: the sizes of the clients, instead of size_sigma, as in `iid`. It must be None with prior="class".
 
     Raises:
-      ValueError: a value is out of range or unknown, size_sigma > 0 or sizes with prior="class", or capped=False with
-        another prior. Calling the partitioner raises it if M < N min_size, or if the given sizes do not sum to M.
+      ValueError: size_sigma > 0 or sizes with prior="class", or capped=False with another prior. Calling the
+        partitioner raises it if M < N min_size, or if the given sizes do not sum to M.
     """
-    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
-    size_sigma = checks.nonnegative("size_sigma", size_sigma, "0 gives equal sizes, 0.3 is usual", computed=False)
-    checks.choice("prior", prior, PRIORS)
-    alpha = checks.positive("alpha", alpha, "0.01 gives a very uneven label mix, 100 an even one", computed=False)
     if prior == "class" and (size_sigma > 0 or sizes is not None):
         name, allowed, got = ("size_sigma", 0, size_sigma) if size_sigma > 0 else ("sizes", None, sizes)
-        raise ConfigurationError(
-            f"{name} must be {allowed} with prior='class', got {checks.shown(got)}: use prior='client' or "
-            "prior='global' to choose the sizes"
-        )
-    default = 10 if prior == "class" else 1
-    min_size = default if min_size is None else checks.integer("min_size", min_size, 1)
-    arguments = {"num_clients": num_clients, "alpha": alpha, "seed": seed, "prior": prior, "size_sigma": size_sigma}
-    arguments["min_size"] = min_size
-    if not checks.flag("capped", capped):
+        fix = "use prior='client' or prior='global' to choose the sizes"
+        checks.refuse(f"{name} must be {allowed} with prior='class'", checks.shown(got), fix)
+    if min_size is None:
+        min_size = 10 if prior == "class" else 1
+    arguments: dict[str, Any] = {"num_clients": num_clients, "alpha": alpha, "seed": seed, "prior": prior}
+    arguments |= {"size_sigma": size_sigma, "min_size": min_size}
+    if not capped:
         if prior != "class":
-            raise ConfigurationError(f"capped=False needs prior='class', got prior={prior!r}: leave capped out")
+            checks.refuse("capped=False needs prior='class'", f"prior={prior!r}", "leave capped out")
         arguments["capped"] = False
     if sizes is not None:
         arguments["sizes"] = sizes = _checked_sizes(sizes, num_clients, size_sigma, min_size)
@@ -214,7 +208,8 @@ def dirichlet(
     return Partition("dirichlet", arguments, owners)
 
 
-def shards(num_clients: int, per_client: int, seed: int = 0) -> Partition:
+@checked
+def shards(num_clients: Count, per_client: Count, seed: Seed = 0) -> Partition:
     """Sorts the examples by label, splits them into N * per_client equal blocks, and assigns the blocks at random.
 
     The examples of one label are shuffled first. The sizes of the blocks differ by at most one. A block can contain
@@ -226,10 +221,8 @@ def shards(num_clients: int, per_client: int, seed: int = 0) -> Partition:
       seed: random seed, >= 0.
 
     Raises:
-      ValueError: a value is out of range. Calling the partitioner raises it if M < N * per_client.
+      ValueError: calling the partitioner raises it if M < N * per_client.
     """
-    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
-    per_client = checks.integer("per_client", per_client, 1)
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         require_rows(y.size, num_clients, "per_client", per_client)
@@ -243,7 +236,8 @@ def shards(num_clients: int, per_client: int, seed: int = 0) -> Partition:
     return Partition("shards", {"num_clients": num_clients, "per_client": per_client, "seed": seed}, owners)
 
 
-def classes(num_clients: int, per_client: int, seed: int = 0) -> Partition:
+@checked
+def classes(num_clients: Count, per_client: Count, seed: Seed = 0) -> Partition:
     """Gives every client examples of exactly per_client labels, chosen at random.
 
     The numbers of clients that have a label differ by at most one between the labels. The examples of a label are
@@ -256,20 +250,16 @@ def classes(num_clients: int, per_client: int, seed: int = 0) -> Partition:
       seed: random seed, >= 0.
 
     Raises:
-      ValueError: a value is out of range. Calling the partitioner raises it if there are fewer than per_client labels,
-        if N * per_client < C (some labels would have no client), or if a label has fewer examples than clients.
+      ValueError: calling the partitioner raises it if there are fewer than per_client labels, if N * per_client < C
+        (some labels would have no client), or if a label has fewer examples than clients.
     """
-    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
-    per_client = checks.integer("per_client", per_client, 1)
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         labels, label, counts = np.unique(y, return_inverse=True, return_counts=True)
         low = -(-len(labels) // num_clients)
         if not low <= per_client <= len(labels):
-            raise ConfigurationError(
-                f"per_client must be in {low}..{len(labels)} for {len(labels)} labels and {num_clients} clients, "
-                f"got {per_client}"
-            )
+            data = f"{len(labels)} labels and {num_clients} clients"
+            checks.refuse(f"per_client must be in {low}..{len(labels)} for {data}", per_client)
         rng = np.random.default_rng(seed)
         has = np.zeros((len(labels), num_clients), bool)
         number = np.zeros(len(labels), np.int64)  # of clients that have the label
@@ -279,10 +269,8 @@ def classes(num_clients: int, per_client: int, seed: int = 0) -> Partition:
         owner = np.empty(y.size, np.int64)
         for i, clients in enumerate(map(np.flatnonzero, has)):
             if counts[i] < len(clients):
-                raise ConfigurationError(
-                    f"label {labels[i]} must have at least {len(clients)} examples, one per client that has it, got "
-                    f"{counts[i]}: use fewer clients or a smaller per_client"
-                )
+                what = f"label {labels[i]} must have at least {len(clients)} examples, one per client that has it"
+                checks.refuse(what, counts[i], "use fewer clients or a smaller per_client")
             rows = rng.permutation(np.flatnonzero(label == i))
             owner[rows] = np.repeat(rng.permutation(clients), apportion(len(rows), np.ones(len(clients))))
         return owner
@@ -290,7 +278,8 @@ def classes(num_clients: int, per_client: int, seed: int = 0) -> Partition:
     return Partition("classes", {"num_clients": num_clients, "per_client": per_client, "seed": seed}, owners)
 
 
-def distribution(num_clients: int, weights: Weights, seed: int = 0, min_per_label: int = 0) -> Partition:
+@checked
+def distribution(num_clients: Count, weights: Weights, seed: Seed = 0, min_per_label: CountOrZero = 0) -> Partition:
     """Splits the examples of every label in given proportions over the clients.
 
     Of the examples of a label, client i gets the share weights[i, c] / sum_j weights[j, c], rounded, chosen at random.
@@ -307,31 +296,23 @@ def distribution(num_clients: int, weights: Weights, seed: int = 0, min_per_labe
         Only the others are split in proportion. Default: 0.
 
     Raises:
-      ValueError: a value is out of range. Calling the partitioner raises it if the data do not have C labels, if M < N,
-        or if a label has too few examples for min_per_label.
+      ValueError: calling the partitioner raises it if the data do not have C labels, if M < N, or if a label has too
+        few examples for min_per_label.
 
     Flower's DistributionPartitioner has the transposed weights of those labels only that a client has: client i has
     the labels i, i + 1, ... (mod C), num_unique_labels_per_partition of them, and N is a multiple of C. It adds all
     examples of a label that are lost by rounding to one random client. With rescale=False it leaves examples out.
     """
-    num_clients, seed = checks.integer("num_clients", num_clients, 1), checks.integer("seed", seed, 0, math.inf)
-    min_per_label = checks.integer("min_per_label", min_per_label, 0)
-    table, wrong = checks.array("weights", weights), ""
+    table = checks.array("weights", weights)
     if table.ndim != 2 or len(table) != num_clients or table.shape[1] == 0:
-        wrong = f"have shape [{num_clients}, C], one row per client and one column per label, got {list(table.shape)}: "
-        wrong += "transpose it, or use another num_clients"
-    elif not np.isfinite(table).all() or not (table >= 0).all():
-        wrong = f"be finite numbers >= 0, got {table.min()}..{table.max()}"
-    elif not (positive := (table > 0).any(axis=1)).all():
-        client = int(np.argmin(positive))
-        wrong = f"have a number > 0 for every client, got none for client {client}: leave it out of weights"
-    elif not (positive := (table > 0).any(axis=0)).all():
-        label = int(np.argmin(positive))
-        wrong = (
-            f"have a number > 0 for every label, got none for label {label}: leave it out of weights and of the data"
-        )
-    if wrong:
-        raise ConfigurationError(f"weights must {wrong}")
+        what = f"weights must have shape [{num_clients}, C], one row per client and one column per label"
+        checks.refuse(what, list(table.shape), "transpose it, or use another num_clients")
+    if not np.isfinite(table).all() or not (table >= 0).all():
+        checks.refuse("weights must be finite numbers >= 0", f"{table.min()}..{table.max()}")
+    for axis, kind, also in ((1, "client", ""), (0, "label", " and of the data")):
+        if not (positive := (table > 0).any(axis=axis)).all():
+            got = f"none for {kind} {int(np.argmin(positive))}"
+            checks.refuse(f"weights must have a number > 0 for every {kind}", got, f"leave it out of weights{also}")
     arguments = {"num_clients": num_clients, "weights": tuple(map(tuple, table.tolist())), "seed": seed}
     arguments["min_per_label"] = min_per_label
 
@@ -339,17 +320,14 @@ def distribution(num_clients: int, weights: Weights, seed: int = 0, min_per_labe
         require_rows(y.size, num_clients, "min_size", 1)
         labels, class_sizes = np.unique(y, return_counts=True)
         if len(labels) != table.shape[1]:
-            raise ConfigurationError(
-                f"weights must have {len(labels)} columns, one per label of the data, got {table.shape[1]}: leave out "
-                "the columns of labels without examples"
-            )
+            what = f"weights must have {len(labels)} columns, one per label of the data"
+            checks.refuse(what, table.shape[1], "leave out the columns of labels without examples")
         least = min_per_label * (table > 0)
         if (few := class_sizes < least.sum(axis=0)).any():
             c = int(np.argmax(few))
-            raise ConfigurationError(
-                f"label {labels[c]} must have at least {least[:, c].sum()} examples, min_per_label={min_per_label} for "
-                f"each of its clients, got {class_sizes[c]}: use a smaller min_per_label"
-            )
+            what = f"label {labels[c]} must have at least {least[:, c].sum()} examples"
+            each = f"min_per_label={min_per_label} for each of its clients"
+            checks.refuse(f"{what}, {each}", class_sizes[c], "use a smaller min_per_label")
         split = zip(class_sizes - least.sum(axis=0), table.T / table.max(axis=0)[:, None], strict=True)
         counts = least.T + [apportion(total, shares) for total, shares in split]
         return assign_counts(np.random.default_rng(seed), y, counts, min_size=1)
@@ -374,7 +352,14 @@ def by_writer() -> Partition:
     return Partition("by_writer", {}, owners)
 
 
-def long_tailed(partition: Partition, imbalance: float = 100.0, seed: int = 0) -> Partition:
+@checked
+def long_tailed(
+    partition: Annotated[
+        Partition, spec.instance(Partition), Fix("pass one such as fd.partition.dirichlet(100, alpha=0.5)")
+    ],
+    imbalance: Annotated[float, IMBALANCE, Fix("1 keeps all examples, 100 is usual")] = 100.0,
+    seed: Seed = 0,
+) -> Partition:
     """Leaves out examples, such that the sizes of the classes decrease exponentially, and partitions the others.
 
     Of class c = 0..C-1, in increasing order of the labels, it keeps n_max imbalance^(-c / (C-1)) examples, rounded
@@ -389,18 +374,13 @@ def long_tailed(partition: Partition, imbalance: float = 100.0, seed: int = 0) -
       seed: random seed of the choice, >= 0. ``partition`` has a seed of its own.
 
     Raises:
-      ValueError: a value is out of range, or ``partition`` is not one of the partitioners of this module. Calling the
-        partitioner raises it if ``partition`` refuses the examples that are kept.
+      ValueError: ``partition`` is not one of the partitioners of this module. Calling the partitioner raises it if
+        ``partition`` refuses the examples that are kept.
 
     The profile is that of Cao et al., "Learning Imbalanced Datasets with Label-Distribution-Aware Margin Loss", NeurIPS
     2019. Shang et al., "Federated Learning on Heterogeneous and Long-Tailed Data via Classifier Re-Training with
     Federated Features", IJCAI 2022, partition such data by a Dirichlet distribution.
     """
-    checks.instance("partition", partition, Partition, "pass one such as fd.partition.dirichlet(100, alpha=0.5)")
-    imbalance = checks.number(
-        "imbalance", imbalance, "a finite number >= 1", lambda v: v >= 1, "1 keeps all examples, 100 is usual", False
-    )
-    seed = checks.integer("seed", seed, 0, math.inf)
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
         rng = np.random.default_rng(seed)
@@ -427,16 +407,13 @@ def long_tailed(partition: Partition, imbalance: float = 100.0, seed: int = 0) -
 
 def _checked_sizes(sizes: Any, num_clients: int, size_sigma: float, min_size: int) -> str | tuple[int, ...]:
     if size_sigma > 0:
-        raise ConfigurationError(
-            f"pass either sizes or size_sigma, got sizes={checks.shown(sizes)} and size_sigma={size_sigma}: leave one "
-            "out"
-        )
+        got = f"sizes={checks.shown(sizes)} and size_sigma={size_sigma}"
+        checks.refuse("pass either sizes or size_sigma", got, "leave one out")
     if isinstance(sizes, str):
         return checks.choice("sizes", sizes, SIZE_RULES)
     numbers = checks.array("sizes", sizes)
     if numbers.shape != (num_clients,) or numbers.dtype.kind not in "iu" or numbers.min() < min_size:
-        raise ConfigurationError(
-            f"sizes must be one of {', '.join(map(repr, SIZE_RULES))}, or {num_clients} integers >= {min_size}, one "
-            f"per client, got {checks.shown(sizes)}"
-        )
+        words = ", ".join(map(repr, SIZE_RULES))
+        what = f"sizes must be one of {words}, or {num_clients} integers >= {min_size}, one per client"
+        checks.refuse(what, checks.shown(sizes))
     return tuple(numbers.tolist())

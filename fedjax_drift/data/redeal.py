@@ -20,13 +20,15 @@ from jax import lax
 from fedjax_drift import checks
 from fedjax_drift.data import partition
 from fedjax_drift.data.federated import FederatedData, Pair
+from fedjax_drift.spec import Amount, checked
 
 
+@checked
 def drift_regimes(
     x: np.ndarray,
     y: np.ndarray,
     num_clients: int,
-    alpha: float,
+    alpha: Amount,
     seed: int = 0,
     test: Pair | None = None,
     *,
@@ -55,11 +57,10 @@ def drift_regimes(
       test, mean, std, name: as in `FederatedData.from_partition`.
 
     Raises:
-      ValueError: alpha is not positive and finite, the labels are not non-negative integers with one label per
-        example, or there are fewer examples than clients.
+      ValueError: the labels are not non-negative integers with one label per example, or there are fewer examples than
+        clients.
     """
     x, y = checks.array("x", x), checks.array("y", y)
-    alpha = checks.positive("alpha", alpha, computed=False)
     partitioners = (
         partition.iid(num_clients, seed),
         partition.dirichlet(num_clients, alpha, seed, prior="class", min_size=1),

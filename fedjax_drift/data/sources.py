@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.data.downloading import Download
 from fedjax_drift.data.federated import Pair
 from fedjax_drift.data.files import Column, Spec
-from fedjax_drift.errors import ConfigurationError
 
 DataDir = str | os.PathLike[str] | None
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]
@@ -174,9 +174,8 @@ class Request(NamedTuple):
 def of_classes(samples: Pair, used: np.ndarray, part: str, num_classes: int) -> Pair:
     """Returns the examples for which ``used`` is True. Raises ConfigurationError if there are none."""
     if not used.any():
-        raise ConfigurationError(
-            f"num_classes must leave at least 1 {part} example, got {num_classes}, which leaves none: use more classes"
-        )
+        got = f"{num_classes}, which leaves none"
+        checks.refuse(f"num_classes must leave at least 1 {part} example", got, "use more classes")
     return samples[0][used], samples[1][used]
 
 

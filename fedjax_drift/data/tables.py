@@ -8,21 +8,35 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.data import image_files
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.partition import Partition, by_writer, classes, dirichlet, distribution, iid, long_tailed, shards
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Fix
 
 FACTORIES = (iid, dirichlet, shards, classes, distribution, by_writer, long_tailed)
 FILL = "fill the missing values, or leave out their rows"
+NUMERIC = "an integer or a float dtype"
 IGNORE_LABELS = ("iid", "by_writer")  # partitioners that work for any labels
 
-Partitioner = Callable[..., list[np.ndarray]]
+
+def _partitioner(name: str, value: Any, fix: str) -> Any:
+    if not callable(value) or value in FACTORIES:
+        checks.refuse(f"{name} must be a partitioner such as fd.partition.iid(100, seed=0)", checks.shown(value), fix)
+    return value
+
+
+def _dtype(name: str, value: Any, fix: str) -> np.dtype:
+    return checks.dtype(name, value, NUMERIC, lambda d: d.kind in "iuf", fix)
+
+
+Partitioner = Annotated[Callable[..., list[np.ndarray]], spec.Spec(_partitioner, "partitioner")]
+Dtype = Annotated[Any, spec.Spec(_dtype, "dtype", allowed=NUMERIC), Fix("or leave it out")]
 
 
 class Table(NamedTuple):
@@ -50,8 +64,8 @@ def from_table(
     client_tests: whether the test set is split by client. None: if all clients of the test set are training clients.
     columns: the names of the columns, for messages.
     """
-    if client_tests is not None and checks.flag("client_tests", client_tests) and test is None:
-        raise ConfigurationError("client_tests=True needs a test set, got none: pass test=")
+    if client_tests and test is None:
+        checks.refuse("client_tests=True needs a test set", "none", "pass test=")
     rows, ids, client_names = np.arange(len(train.y)), None, train.client_names
     if partition is None and train.client is not None:
         ids = np.unique(train.client)
@@ -85,47 +99,31 @@ def _test_order(client: Any, ids: Any, client_tests: bool | None) -> tuple[np.nd
         return None, None
     if unknown is None or unknown:
         got = f"client {unknown[0]!r}" if unknown else "no clients"
-        raise ConfigurationError(
-            f"client_tests=True needs a test set whose clients are all training clients, got {got}: leave "
-            "client_tests out for a pooled test set"
-        )
+        what = "client_tests=True needs a test set whose clients are all training clients"
+        checks.refuse(what, got, "leave client_tests out for a pooled test set")
     owner = np.searchsorted(ids, client)
     return np.argsort(owner, kind="stable"), np.bincount(owner, minlength=len(ids))
 
 
 def check_clients(client: Any, partition: Any, argument: str = "client") -> None:
-    """Raises ValueError unless exactly one of the two is given, and ``partition`` is a partitioner."""
+    """Raises ValueError unless exactly one of the two is given."""
     if (client is None) == (partition is None):
-        got = "neither" if client is None else "both"
-        raise ConfigurationError(
-            f"pass either {argument}= or partition= to say what the clients are, got {got}: for example "
-            "partition=fd.partition.iid(100)"
-        )
-    check_partitioner(partition)
-
-
-def check_partitioner(partition: Any) -> None:
-    if partition is not None and (not callable(partition) or partition in FACTORIES):
-        raise ConfigurationError(
-            f"partition must be a partitioner such as fd.partition.iid(100, seed=0), got {checks.shown(partition)}"
-        )
+        what = f"pass either {argument}= or partition= to say what the clients are"
+        checks.refuse(what, "neither" if client is None else "both", "for example partition=fd.partition.iid(100)")
 
 
 def split(partitioner: Partitioner, y: np.ndarray, writer: np.ndarray | None) -> list[np.ndarray]:
     """Returns the examples of each client. Labels that are not classes are for partitioners that ignore them."""
     if isinstance(partitioner, Partition) and (y.ndim != 1 or y.dtype.kind not in "iu"):
         if partitioner.name not in IGNORE_LABELS:
-            raise ConfigurationError(
-                f"partition must be fd.partition.iid for labels that are not one integer per example, got "
-                f"{partitioner!r} and labels of {y.dtype}{list(y.shape[1:])}: or pass the clients"
-            )
+            what = "partition must be fd.partition.iid for labels that are not one integer per example"
+            checks.refuse(what, f"{partitioner!r} and labels of {y.dtype}{list(y.shape[1:])}", "or pass the clients")
         y = np.zeros(len(y), np.int64)
     try:
         return partitioner(y, writer=writer)
     except TypeError as error:
-        raise ConfigurationError(
-            f"partition must be a function of labels and writer=, got a function that raises: {error}"
-        ) from error
+        what = "partition must be a function of labels and writer="
+        checks.refuse(what, "a function that raises", str(error), error)
 
 
 def gather(blocks: Iterable[np.ndarray], total: int, rows: np.ndarray | None, name: str) -> np.ndarray:
@@ -162,14 +160,12 @@ def inputs(
     is_array = len(columns) == 1 and columns[0].ndim > 1
     converted = []
     for column, name in zip(columns, names, strict=True):
-        kind, wrong = column.dtype.kind, ""
+        kind = column.dtype.kind
         if not is_array and column.ndim != 1:
-            wrong = "one number per example to be stacked with other columns, got "
-            wrong += f"{column.dtype}{list(column.shape[1:])}: pass it alone"
-        elif not is_array and kind == "f" and not np.isfinite(column).all():
-            wrong = f"finite numbers, got NaN or infinity: {FILL}"
-        if wrong:
-            raise ConfigurationError(f"{name} must have {wrong}")
+            what = f"{name} must have one number per example to be stacked with other columns"
+            checks.refuse(what, f"{column.dtype}{list(column.shape[1:])}", "pass it alone")
+        if not is_array and kind == "f" and not np.isfinite(column).all():
+            checks.refuse(f"{name} must have finite numbers", "NaN or infinity", FILL)
         default, fix = np.dtype(np.float32), "pass another dtype, or convert the numbers first"
         if is_array and (kind in "iu" or column.dtype == np.float16):
             default = column.dtype
@@ -196,15 +192,13 @@ def pixels(image: Any, what: str, convert: str, scale: str) -> np.ndarray:
 
     what, convert, scale: for messages: the image, how to change its mode, and how to apply a function to it.
     """
-    wrong = ""
+    mode = f"mode {image.mode!r}"
     if image_files.is_deep(image):
         numbers = "255 * numpy.asarray(image)" if image.mode == "F" else "numpy.asarray(image) // 257"
-        wrong = f"have 8 bits per channel, got mode {image.mode!r}: scale the pixels to 0..255 {scale}, such as "
-        wrong += f"PIL.Image.fromarray(numpy.uint8({numbers}))"
-    elif image.mode not in ("L", "RGB"):
-        wrong = f"be grey or RGB (mode 'L' or 'RGB'), got mode {image.mode!r}: convert it with {convert}"
-    if wrong:
-        raise ConfigurationError(f"{what} must {wrong}")
+        fix = f"scale the pixels to 0..255 {scale}, such as PIL.Image.fromarray(numpy.uint8({numbers}))"
+        checks.refuse(f"{what} must have 8 bits per channel", mode, fix)
+    if image.mode not in ("L", "RGB"):
+        checks.refuse(f"{what} must be grey or RGB (mode 'L' or 'RGB')", mode, f"convert it with {convert}")
     try:
         return np.asarray(image).reshape(image.height, image.width, -1)
     except Exception as error:  # Pillow may read the pixels of a file only now
@@ -220,37 +214,27 @@ def check_alike(what: str, example: np.ndarray, first: np.ndarray, convert: str)
         fix = "convert them to one dtype"
     elif example.ndim == 3 and example.shape[:2] == first.shape[:2]:
         fix = f"grey images and images in colour must be converted to one mode, with {convert}"
-    raise ConfigurationError(
-        f"{what} must be like the first example, {first.dtype}{list(first.shape)}, got {example.dtype}"
-        f"{list(example.shape)}: {fix}"
-    )
+    wanted = f"{what} must be like the first example, {first.dtype}{list(first.shape)}"
+    checks.refuse(wanted, f"{example.dtype}{list(example.shape)}", fix)
 
 
 def column_names(x: Any, y: Any, client: Any, known: Sequence[str]) -> list[str]:
     """Returns ``x`` as a list of columns. Raises ValueError unless all columns are known."""
     listed = [x] if isinstance(x, str) else list(x) if isinstance(x, Sequence) else None
     if not listed:
-        raise ConfigurationError(f"x must be the name of a column, or a list of names, got {checks.shown(x)}")
+        checks.refuse("x must be the name of a column, or a list of names", checks.shown(x))
     for name, column in [*(("x", one) for one in listed), ("y", y), ("client", client)]:
         if isinstance(column, str) and column in known or name == "client" and column is None:
             continue
         if isinstance(column, str):
-            wrong = f"one of the columns {checks.listed(known)}, got {column!r}{checks.nearest(column, known)}"
-        else:
-            is_label = isinstance(column, Hashable) and column in set(known)  # a column without text as its name
-            fix = "rename the columns, frame.columns = frame.columns.map(str)" if is_label else "pass text"
-            wrong = f"the name of a column, got {checks.shown(column)}: {fix}"
-        raise ConfigurationError(f"{name} must be {wrong}")
+            near = checks.nearest(column, known)
+            checks.refuse(f"{name} must be one of the columns {checks.listed(known)}", f"{column!r}{near}")
+        is_label = isinstance(column, Hashable) and column in set(known)  # a column without text as its name
+        fix = "rename the columns, frame.columns = frame.columns.map(str)" if is_label else "pass text"
+        checks.refuse(f"{name} must be the name of a column", checks.shown(column), fix)
     if len(listed) > 1 and y in listed:
-        raise ConfigurationError(f"x must not have the column of the labels, got {y!r}: leave it out of x")
+        checks.refuse("x must not have the column of the labels", repr(y), "leave it out of x")
     return listed
-
-
-def checked_dtype(dtype: Any) -> np.dtype | None:
-    allowed = "an integer or a float dtype"
-    return (
-        None if dtype is None else checks.dtype("dtype", dtype, allowed, lambda d: d.kind in "iuf", "or leave it out")
-    )
 
 
 @contextlib.contextmanager

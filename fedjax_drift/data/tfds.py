@@ -12,7 +12,6 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.data import files
-from fedjax_drift.errors import ConfigurationError
 
 # The hosts from which tensorflow-datasets downloads. A connection is tested first, because tensorflow-datasets needs
 # minutes to fail without one.
@@ -65,10 +64,9 @@ def read(name: str) -> files.Arrays:
         _require_connection(name)
         builder.download_and_prepare(file_format="array_record")
     if builder.info.file_format != tensorflow_datasets.core.FileFormat.ARRAY_RECORD:
-        raise ConfigurationError(
-            f"{builder.data_path} must be in array_record format, got {builder.info.file_format.value}, which only "
-            "TensorFlow reads: move this folder, or set TFDS_DATA_DIR to another folder, and load again"
-        )
+        got = f"{builder.info.file_format.value}, which only TensorFlow reads"
+        fix = "move this folder, or set TFDS_DATA_DIR to another folder, and load again"
+        checks.refuse(f"{builder.data_path} must be in array_record format", got, fix)
     arrays: files.Arrays = {}
     with files.plain_errors(builder.data_path):
         for split in ("train", "test"):
