@@ -50,9 +50,9 @@ def _texts(path: Path) -> tuple[list[list[str]], np.ndarray]:
         rows = csv.reader(file, strict=True)
         for row in rows:
             if len(row) != 3 or row[0] not in ("1", "2", "3", "4"):
-                raise files.wrong_line(rows.line_num, '"class 1 to 4","title","description"', ",".join(row))
+                files.wrong_line(rows.line_num, '"class 1 to 4","title","description"', ",".join(row))
             texts.append(WORD.findall(f"{row[1]} {row[2]}".lower()))
             classes.append(int(row[0]) - 1)
         if not texts:
-            raise files.wrong_line(1, '"class 1 to 4","title","description"', "an empty file")
+            files.wrong_line(1, '"class 1 to 4","title","description"', "an empty file")
     return texts, np.array(classes, np.int32)

@@ -14,19 +14,21 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.data import files, joining, pickles
 from fedjax_drift.data.federated import FederatedData, Pair
-from fedjax_drift.data.federated_files import FilePath, check_names, checked_client, column_pair, numbers
+from fedjax_drift.data.federated_files import ColumnName, FilePath, checked_client, column_pair, numbers
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import checked
 
 AGAIN = "generate the data again, in an empty folder"
 
 
+@checked
 def from_pfllib(folder: FilePath) -> FederatedData:
     """Creates a federation from a data set of PFLlib: folder/train/{i}.npz, folder/test/{i}.npz and folder/config.json.
 
@@ -44,7 +46,7 @@ def from_pfllib(folder: FilePath) -> FederatedData:
     Raises FileNotFoundError without folder/train/*.npz. Raises ValueError if a file is damaged, missing or belongs to
     another run, or if the examples are not numbers of one shape.
     """
-    folder = checks.path("folder", folder).absolute()
+    folder = Path(folder)
     train, test = (_numbered(folder / part, ".npz", "PFLlib's generate_*.py") for part in ("train", "test"))
     clients, test_clients = ([_pfllib_client(path) for path in paths] for paths in (train, test))
     with files.plain_errors(folder):
@@ -60,10 +62,8 @@ def _numbered(folder: Path, suffix: str, source: str) -> list[Path]:
     names = [str(i) for i in range(len(found))]
     if odd := sorted(found.difference(names)):
         missing = min(set(names) - found, key=int)
-        raise ConfigurationError(
-            f"{folder} must have 0{suffix} to {names[-1]}{suffix}, got {odd[0]}{suffix} but no {missing}{suffix}: "
-            f"copy the missing file, or {AGAIN}"
-        )
+        what, got = f"{folder} must have 0{suffix} to {names[-1]}{suffix}", f"{odd[0]}{suffix} but no {missing}{suffix}"
+        checks.refuse(what, got, f"copy the missing file, or {AGAIN}")
     return [folder / f"{name}{suffix}" for name in names]
 
 
@@ -77,7 +77,7 @@ def _pfllib_client(path: Path) -> Pair:
             content = pickles.read(io.BufferedReader(stream), stored)  # type: ignore[type-var]
         content = content.item() if isinstance(content, np.ndarray) and content.shape == () else content
         if not isinstance(content, dict):
-            raise files.Wrong(f"it must have a dict with x and y, got a {type(content).__name__}: {AGAIN}")
+            checks.refuse("it must have a dict with x and y", f"a {type(content).__name__}", AGAIN)
         x, y = column_pair(content, "x", "y")
         if isinstance(x, np.ndarray) and x.dtype == object and x.shape[1:] == (2,):
             x = [tokens for tokens, _ in x]
@@ -87,27 +87,26 @@ def _pfllib_client(path: Path) -> Pair:
 
 
 def _check_config(path: Path, clients: Sequence[Pair], test_clients: Sequence[Pair]) -> None:
-    """Raises `Wrong` unless the numbers of clients and their labels are those of config.json, if it exists."""
+    """The numbers of clients and their labels must be those of config.json, if it exists."""
     if len(test_clients) != len(clients):
-        raise files.Wrong(f"test must have {len(clients)} files, as train, got {len(test_clients)}: {AGAIN}")
+        checks.refuse(f"test must have {len(clients)} files, as train", len(test_clients), AGAIN)
     if not path.exists() or any(len(x) == 0 for x, _ in clients):  # no examples: a clearer error follows
         return
     with files.opened_text(path) as file:
         config = json.load(file)
         if config["num_clients"] != len(clients):
-            raise files.Wrong(
-                f"num_clients must be the number of files, {len(clients)}, got {config['num_clients']}: {AGAIN}"
-            )
+            what = f"num_clients must be the number of files, {len(clients)}"
+            checks.refuse(what, config["num_clients"], AGAIN)
         listed = config["Size of samples for labels in clients"]
         if len(listed) != len(clients):
-            raise files.Wrong(f"it must have the labels of {len(clients)} clients, got {len(listed)} lists: {AGAIN}")
+            checks.refuse(f"it must have the labels of {len(clients)} clients", f"{len(listed)} lists", AGAIN)
         for i, pairs in enumerate(listed):
             if not pairs or isinstance(pairs[0], list):  # FEMNIST has one pair, without labels
                 _check_labels(i, np.concatenate([clients[i][1], test_clients[i][1]]), pairs)
 
 
 def _check_labels(client: int, y: np.ndarray, pairs: Iterable[tuple[Any, int]]) -> None:
-    """Raises `Wrong` unless the numbers of the labels of a client are those that its library has written.
+    """The numbers of the labels of a client must be those that its library has written.
 
     pairs: each label, which is text in a JSON dict, and its number.
     """
@@ -118,14 +117,21 @@ def _check_labels(client: int, y: np.ndarray, pairs: Iterable[tuple[Any, int]]) 
     written += Counter()  # without zeros
     if counts != written:
         label = min(label for label in counts | written if counts.get(label) != written.get(label))
-        raise files.Wrong(
-            f"client {client} must have {written.get(label, 0)} examples of label {label}, got {counts.get(label, 0)}: "
-            f"the files are of several runs, or the examples in another order; {AGAIN}"
-        )
+        what = f"client {client} must have {written.get(label, 0)} examples of label {label}"
+        fix = f"the files are of several runs, or the examples in another order; {AGAIN}"
+        checks.refuse(what, counts.get(label, 0), fix)
 
 
+@checked
 def from_fl_bench(
-    path: FilePath, x: Any, y: Any, *, test: str = "test", mean: Any = None, std: Any = None, name: str = "data"
+    path: FilePath,
+    x: Any,
+    y: Any,
+    *,
+    test: Literal["test", "val"] = "test",
+    mean: Any = None,
+    std: Any = None,
+    name: str = "data",
 ) -> FederatedData:
     """Creates a federation from FL-bench's partition of a data set: the file partition.pkl of its generate_data.py.
 
@@ -147,10 +153,10 @@ def from_fl_bench(
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: the file is damaged or of another kind, the examples are fewer than it needs, their labels are not
-        those in all_stats.json, or an argument has a wrong value.
+      ValueError: the file is damaged or of another kind, the examples are fewer than it needs, or their labels are not
+        those in all_stats.json.
     """
-    path, test = checks.path("path", path).absolute(), checks.choice("test", test, ("test", "val"))
+    path = Path(path)
     x, y = joining.checked_pair(x, y, "the data set")
     with files.opened(path) as file:
         content = pickles.read(file, os.fstat(file.fileno()).st_size)
@@ -170,10 +176,10 @@ def _fl_bench_parts(content: Any, M: int, test: str) -> tuple[list[dict[str, np.
     M: the number of examples of the data set.
     """
     if not isinstance(content, dict) or not {"data_indices", "separation"} <= content.keys():
-        raise files.Wrong(f"it must have FL-bench's data_indices and separation: {AGAIN}")
+        raise ConfigurationError(f"it must have FL-bench's data_indices and separation: {AGAIN}")
     clients, separation = content["data_indices"], content["separation"]
     if separation["total"] != len(clients):
-        raise files.Wrong(f"it must have the indices of {separation['total']} clients, got {len(clients)}: {AGAIN}")
+        checks.refuse(f"it must have the indices of {separation['total']} clients", len(clients), AGAIN)
     both = f"join the training set and the test set, or {AGAIN}"
     parts = [
         {split: _indices(part[split], f"{split} of client {i}", M, both) for split in ("train", "val", "test")}
@@ -182,19 +188,19 @@ def _fl_bench_parts(content: Any, M: int, test: str) -> tuple[list[dict[str, np.
     trained, tested = (_indices(separation[split], f"the clients of {split}", len(parts)) for split in ("train", test))
     for split, ids in (("train", trained), (test, tested)):
         if len(np.unique(ids)) < len(ids):
-            raise files.Wrong(f"the clients of {split} must be different, got {checks.shown(ids.tolist())}: {AGAIN}")
+            checks.refuse(f"the clients of {split} must be different", checks.shown(ids.tolist()), AGAIN)
     return parts, trained.tolist(), tested.tolist()
 
 
 def _indices(values: Any, name: str, end: int, fix: str = AGAIN) -> np.ndarray:
-    """Returns integers in 0..end - 1, int64 [n]. Raises `Wrong` for others."""
+    """Returns integers in 0..end - 1, int64 [n]. Refuses others."""
     array = numbers(values, name)
     if array.ndim == 1 and not array.size:
         return array.astype(np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise files.Wrong(f"{name} must be a list of integers, got {array.dtype}{list(array.shape)}: {AGAIN}")
+        checks.refuse(f"{name} must be a list of integers", f"{array.dtype}{list(array.shape)}", AGAIN)
     if not 0 <= array.min() <= array.max() < end:
-        raise files.Wrong(f"{name} must be in 0..{end - 1}, got {array.min()}..{array.max()}: {fix}")
+        checks.refuse(f"{name} must be in 0..{end - 1}", f"{array.min()}..{array.max()}", fix)
     return array.astype(np.int64)
 
 
@@ -205,16 +211,15 @@ def _check_stats(path: Path, parts: list[dict[str, np.ndarray]], y: np.ndarray) 
             stats = json.load(file)
             listed = [client for client in stats if client.isdecimal()]
             if set(listed) != set(map(str, range(len(parts)))):
-                raise files.Wrong(
-                    f"it must list the clients 0 to {len(parts) - 1}, got {checks.listed(listed)}: {AGAIN}"
-                )
+                checks.refuse(f"it must list the clients 0 to {len(parts) - 1}", checks.listed(listed), AGAIN)
             for i, part in enumerate(parts):
                 rows, written = np.concatenate(list(part.values())), stats[str(i)]["y"]
                 if sum(written.values()) == len(rows):  # a partition that is iid in part has zeros
                     _check_labels(i, y[rows], written.items())
 
 
-def from_niid_bench(folder: FilePath, y: str = "Class", test: Pair | None = None) -> FederatedData:
+@checked
+def from_niid_bench(folder: FilePath, y: ColumnName = "Class", test: Pair | None = None) -> FederatedData:
     """Creates a federation from the tables that NIID-Bench's partition.py writes: folder/{i}.csv for client i.
 
     The first line has the names of the columns, which must be the same in all files. All values are numbers. The
@@ -232,8 +237,7 @@ def from_niid_bench(folder: FilePath, y: str = "Class", test: Pair | None = None
       FileNotFoundError: the folder has no CSV files.
       ValueError: a file is damaged or missing, has other columns than 0.csv, or has no column ``y``.
     """
-    check_names("", y)
-    folder = checks.path("folder", folder).absolute()
+    folder = Path(folder)
     paths = _numbered(folder, ".csv", "NIID-Bench's partition.py")
     names: list[str] = []
     clients = []
@@ -242,14 +246,13 @@ def from_niid_bench(folder: FilePath, y: str = "Class", test: Pair | None = None
             columns, *rows = list(csv.reader(file)) or [[]]
             names = names or columns
             if len(set(names)) < len(names) or "" in names:
-                got = checks.listed(names)
-                raise files.Wrong(f"its columns must have different names, got {got}: rename or remove columns")
+                checks.refuse("its columns must have different names", checks.listed(names), "rename or remove columns")
             if columns != names or not rows:
                 got = "other columns" if rows else "0"
-                raise files.Wrong(f"it must have at least 1 example with {checks.listed(names)}, got {got}: {AGAIN}")
+                checks.refuse(f"it must have at least 1 example with {checks.listed(names)}", got, AGAIN)
             text = "".join(field for row in rows for field in row)
             if "_" in text or not text.isascii():  # Python reads 1_000 as a number, and digits of other scripts
-                raise files.Wrong("its values must be numbers, got other digits or 1_000: write plain numbers")
+                checks.refuse("its values must be numbers", "other digits or 1_000", "write plain numbers")
             table = np.array([[float(field) for field in row] for row in rows])
             labels, _ = column_pair(dict(zip(names, table.T, strict=True)), y, y)
             features = table[:, np.array(names) != y]

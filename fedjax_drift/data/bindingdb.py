@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.data.sources import Request, Samples
-from fedjax_drift.errors import ConfigurationError
 
 FILENAME = "BindingDB_All.tsv"
 DOWNLOAD = f"download all of BindingDB as tab-separated values from its site and unpack it as {FILENAME} in data_dir"
@@ -36,9 +36,7 @@ def load(request: Request, *, ligand: int = 100, protein: int = 1000) -> Samples
     path = files.find_file(FILENAME, request.folders, DOWNLOAD)
     pairs = measurements(path)
     if len(pairs) < 2:
-        raise ConfigurationError(
-            f"cannot use {path}: at least 2 pairs must have a Kd, got {len(pairs)}: use the whole file"
-        )
+        checks.refuse(f"cannot use {path}: at least 2 pairs must have a Kd", len(pairs), "use the whole file")
     ligands, proteins = zip(*pairs, strict=True)
     x = np.concatenate([encoded(ligands, ligand), encoded(proteins, protein)], 1)
     y = np.array(list(pairs.values()), np.int32)
@@ -60,19 +58,19 @@ def measurements(path: Path) -> dict[tuple[str, str], bool]:
         columns = [place for place in places if place is not None]
         if len(columns) < len(COLUMNS):
             wanted = f"a header with {', '.join(names[0] for names in COLUMNS)}"
-            raise files.wrong_line(1, wanted, "\t".join(header))
+            files.wrong_line(1, wanted, "\t".join(header))
         for number, line in enumerate(file, 2):
             fields = line.rstrip("\r\n").split("\t", max(columns) + 1)
             if not line.endswith("\n"):
-                raise files.wrong_line(number, "a complete line with a line end", line)
+                files.wrong_line(number, "a complete line with a line end", line)
             if len(fields) <= max(columns):
-                raise files.wrong_line(number, f"at least {max(columns) + 1} values, like the header", line)
+                files.wrong_line(number, f"at least {max(columns) + 1} values, like the header", line)
             smiles, protein, kd = (fields[column].strip() for column in columns)
             if not (smiles and protein and kd):
                 continue
             match = KD.fullmatch(kd)
             if match is None or math.isinf(float(match[2])):
-                raise files.wrong_line(number, 'a Kd such as 12.5, ">10000" or none', kd)
+                files.wrong_line(number, 'a Kd such as 12.5, ">10000" or none', kd)
             if (binds := binding(match[1], float(match[2]))) is not None:
                 binds_of.setdefault((smiles, protein.replace(" ", "").upper()), binds)
     return binds_of

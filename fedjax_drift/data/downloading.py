@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from fedjax_drift import checks
-from fedjax_drift.data.files import Wrong, one_line
+from fedjax_drift.data.files import one_line
 from fedjax_drift.disk import lock_folder
 from fedjax_drift.errors import ConfigurationError, DamagedError
 
@@ -79,10 +79,8 @@ def download(name: str, wanted: Download, folder: Path) -> None:
             new = _unpacked(name, wanted, paths, staging / "new")
             for top in dict.fromkeys(Path(given).parts[0] for given in wanted.gives):
                 if (folder / top).is_dir():
-                    raise ConfigurationError(
-                        f"{folder / top} must not exist while {name} is downloaded, got an incomplete folder: rename "
-                        "or delete it, and download again"
-                    )
+                    what = f"{folder / top} must not exist while {name} is downloaded"
+                    checks.refuse(what, "an incomplete folder", "rename or delete it, and download again")
                 os.replace(new / top, folder / top)
         except ConnectionError as error:
             failed, *later = wanted.files[len(paths) :]
@@ -109,7 +107,7 @@ def _unpacked(name: str, wanted: Download, paths: Sequence[Path], new: Path) -> 
     try:
         folder = wanted.unpack(paths, new)
         if missing := [given for given in wanted.gives if not (folder / given).exists()]:
-            raise Wrong(f"they must have {missing[0]}, got {checks.listed(os.listdir(folder)) or 'nothing'}")
+            checks.refuse(f"they must have {missing[0]}", checks.listed(os.listdir(folder)) or "nothing")
         return folder
     except Exception as error:  # a damaged archive can raise any exception
         shutil.rmtree(new, ignore_errors=True)

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_drift.data import files, image_files, images
+from fedjax_drift import checks
+from fedjax_drift.data import image_files, images
 from fedjax_drift.data.downloading import Download, File
 
 ROOM, RATIO = 2**20, 16  # an archive may unpack to so many bytes, and so many times its own; ml-1m.zip, to 4 times
@@ -29,8 +30,7 @@ def _as_it_is(paths: Sequence[Path], new: Path) -> Path:
 def _unpacked(paths: Sequence[Path], new: Path, into: str = "", inside: str = "") -> Path:
     """Unpacks archives. into: the folder of `new` for their content. inside: the folder of `new` to return.
 
-    Raises `files.Wrong` for a member that is no file or folder, or is outside of the folder, and if the members exceed
-    the limits above.
+    Refuses a member that is no file or folder, or is outside of the folder, and members that exceed the limits above.
     """
     for path in paths:
         limit = ROOM + RATIO * path.stat().st_size
@@ -38,9 +38,9 @@ def _unpacked(paths: Sequence[Path], new: Path, into: str = "", inside: str = ""
         for name, size, is_plain in (_zip_members if zipfile.is_zipfile(path) else _tar_members)(path, new / into):
             room -= size
             if room < 0:
-                raise files.Wrong(f"{path.name} must unpack to at most {limit} bytes, got more with {name}")
+                checks.refuse(f"{path.name} must unpack to at most {limit} bytes", f"more with {name}")
             if not is_plain or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-                raise files.Wrong(f"{path.name} must have files and folders inside of it, got {name}")
+                checks.refuse(f"{path.name} must have files and folders inside of it", name)
     return new / inside
 
 
@@ -72,7 +72,7 @@ class _Headers(gzip.GzipFile):
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or not 0 <= size <= HEADER:
-            raise files.Wrong(f"a header must have at most {HEADER} bytes, got {size}")
+            checks.refuse(f"a header must have at most {HEADER} bytes", size)
         return super().read(size)
 
 

@@ -1,8 +1,7 @@
 """Federated data in the formats of LEAF (JSON) and FedJAX (SQLite), and what these share with TFF's formats.
 
 The functions read_... yield one `Client` after the other. `from_leaf` and `from_fedjax` create a federation from any
-numeric columns. Files may be damaged or hostile: errors are `files.Wrong`, to which `files.opened` adds the name of the
-file.
+numeric columns. Files may be damaged or hostile: `files.opened` adds the name of the file to all errors.
 """
 
 from __future__ import annotations
@@ -15,25 +14,29 @@ import urllib.parse
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.data import files, joining
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Fix, checked
 
-FilePath = str | os.PathLike[str]
+FilePath = Annotated[str | os.PathLike[str], spec.PATH]
+ColumnName = Annotated[str, spec.instance(str, "the name of a column"), Fix("pass text")]
 Client = tuple[str, np.ndarray, np.ndarray]
 """The name, the inputs [n, ...] and the labels [n, ...] of a client in one file, n >= 1."""
 
 INSTALL = "msgpack h5py"  # the packages that read these formats
 VALUE = 2**30  # limit in bytes of one value of a database
 CLIENT_BYTES = 2**27  # limit of the unpacked data of one client in FedJAX's format; femnist needs at most 2 MB
+ENCODE = "encode text as integers, and write the file again"
 NDARRAY = 1  # FedJAX's msgpack extension type of a numeric array
 
 
+@checked
 def from_leaf(folder: FilePath) -> FederatedData:
     """Creates a federation from the JSON files of LEAF's preprocessing: folder/train/*.json and folder/test/*.json.
 
@@ -48,12 +51,15 @@ def from_leaf(folder: FilePath) -> FederatedData:
     Raises FileNotFoundError without folder/train/*.json. Raises ValueError if a file is damaged, is not a LEAF file, or
     contains text (encode it as integers first).
     """
-    folder = checks.path("folder", folder).absolute()
+    folder = Path(folder)
     has_test = any((folder / "test").glob("*.json"))
     return federation(read_leaf(folder / "train"), read_leaf(folder / "test") if has_test else (), folder)
 
 
-def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label") -> FederatedData:
+@checked
+def from_fedjax(
+    train: FilePath, test: FilePath | None = None, x: ColumnName = "pixels", y: ColumnName = "label"
+) -> FederatedData:
     """Creates a federation from FedJAX's SQLite files. Needs msgpack.
 
     The clients have the order of the file. Clients without examples are left out. If every client of ``test`` is also a
@@ -71,16 +77,8 @@ def from_fedjax(train: FilePath, test: FilePath | None = None, x: str = "pixels"
       ValueError: a file is damaged or has another format, or a column is missing or contains text.
       ImportError: msgpack is not installed.
     """
-    check_names(x, y)
-    train_path, test_path = checks.path("train", train), None if test is None else checks.path("test", test)
-    tests = () if test_path is None else read_fedjax(test_path, x, y)
-    return federation(read_fedjax(train_path, x, y), tests, train_path)
-
-
-def check_names(x: Any, y: Any) -> None:
-    for name, column in (("x", x), ("y", y)):
-        if not isinstance(column, str):
-            raise ConfigurationError(f"{name} must be the name of a column, got {checks.shown(column)}: pass text")
+    tests = () if test is None else read_fedjax(Path(test), x, y)
+    return federation(read_fedjax(Path(train), x, y), tests, Path(train))
 
 
 def federation(clients: Iterable[Client], test_clients: Iterable[Client], path: Path) -> FederatedData:
@@ -99,7 +97,7 @@ def _by_name(clients: Iterable[Client]) -> dict[str, Pair]:
     pairs: dict[str, Pair] = {}
     for client, x, y in clients:
         if client in pairs:
-            raise ConfigurationError(f"client {client!r} must be in one file of the folder only, got two: remove one")
+            checks.refuse(f"client {client!r} must be in one file of the folder only", "two", "remove one")
         pairs[client] = (x, y)
     return pairs
 
@@ -118,26 +116,23 @@ def _unify(*parts: dict[str, Pair]) -> None:
 def checked_client(client: str, x: Any, y: Any, rows: int) -> Iterator[Client]:
     """Yields one `Client`, or nothing if it has no examples. Labels like 5.0, which are whole, become int64.
 
-    Raises `Wrong` unless x and y are numeric and have ``rows`` rows.
+    x and y must be numeric and have ``rows`` rows.
     """
-    for kind, array in (("inputs", x), ("labels", y)):
-        wrong = ""
+    for kind, array in ((f"the inputs of client {client!r}", x), (f"the labels of client {client!r}", y)):
         if not isinstance(array, np.ndarray) or array.size and array.dtype.kind not in "biuf":
-            wrong = "be numbers: encode text as integers, and write the file again"
-        elif array.shape[:1] != (rows,):
-            wrong = f"have {rows} rows, got {list(array.shape)}: copy or write the file again"
-        if wrong:
-            raise files.Wrong(f"the {kind} of client {client!r} must {wrong}")
+            raise ConfigurationError(f"{kind} must be numbers: {ENCODE}")
+        if array.shape[:1] != (rows,):
+            checks.refuse(f"{kind} must have {rows} rows", list(array.shape), "copy or write the file again")
     if rows:
         is_whole = y.dtype.kind == "f" and bool((np.abs(y) < 2**53).all() and (y == np.floor(y)).all())
         yield client, x, y.astype(np.int64) if is_whole else y
 
 
 def column_pair(columns: Any, x: str, y: str) -> tuple[Any, Any]:
-    """Returns the columns of the inputs and the labels. Raises `Wrong` if there is none of this name."""
+    """Returns the columns of the inputs and the labels. Refuses names that are not there."""
     for key in (x, y):
         if key not in columns:
-            raise files.Wrong(
+            raise ConfigurationError(
                 f"it has no column {key!r}, only {checks.listed(columns) or 'none'}{checks.nearest(key, columns)}: "
                 "pass the names of the columns as x= (inputs) and y= (labels)"
             )
@@ -146,7 +141,7 @@ def column_pair(columns: Any, x: str, y: str) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def database(path: Path, *tables: str, other: str) -> Iterator[sqlite3.Connection]:
-    """Opens an SQLite database for reading. Raises `Wrong` if it is damaged or lacks a table.
+    """Opens an SQLite database for reading. Refuses one that is damaged or lacks a table.
 
     other: the reader to suggest. A view is no table, because its query may never end.
     """
@@ -160,12 +155,13 @@ def database(path: Path, *tables: str, other: str) -> Iterator[sqlite3.Connectio
                 statements = "; ".join(str(sql) for (sql,) in connection.execute(query, [table]))
                 if not statements.startswith("CREATE TABLE "):
                     got = files.one_line(statements or "no such table")
-                    raise files.Wrong(f"it must have a table {table}, got {got}: download it again, or {other}")
+                    checks.refuse(f"it must have a table {table}", got, f"download it again, or {other}")
             if (result := connection.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
-                raise files.Wrong(f"it is damaged ({files.one_line(result)}): download it again")
+                raise ConfigurationError(f"it is damaged ({files.one_line(result)}): download it again")
             yield connection
     except sqlite3.Error as error:
-        raise files.Wrong(f"it is damaged or of another kind ({error}): download it again, or {other}") from error
+        why = f"it is damaged or of another kind ({error}): download it again, or {other}"
+        raise ConfigurationError(why) from error
 
 
 def read_leaf(folder: Path) -> Iterator[Client]:
@@ -177,7 +173,7 @@ def read_leaf(folder: Path) -> Iterator[Client]:
         with files.opened(path) as file:
             content = json.loads(file.read())
             if not isinstance(content, dict) or not {"users", "num_samples", "user_data"} <= content.keys():
-                raise files.Wrong("it must have LEAF's users, num_samples and user_data: copy it again")
+                raise ConfigurationError("it must have LEAF's users, num_samples and user_data: copy it again")
             for client, rows in zip(content["users"], content["num_samples"], strict=True):
                 columns = content["user_data"].pop(client)  # pop: parsed JSON takes 30 times the memory of an image
                 x, y = (_narrowed(columns[key], f"{key} of client {client!r}") for key in ("x", "y"))
@@ -191,21 +187,20 @@ def _narrowed(values: Any, name: str) -> np.ndarray:
 
 
 def numbers(values: Any, name: str) -> np.ndarray:
-    """Returns lists of numbers as an array. Raises `Wrong` for anything else.
+    """Returns lists of numbers as an array. Refuses anything else.
 
     Of text, NumPy makes an array in which every item takes as many bytes as the longest. So a small file could fill
     the memory.
     """
     if not _is_numeric(values):
-        raise files.Wrong(f"{name} must be numbers: encode text as integers, and write the file again")
+        raise ConfigurationError(f"{name} must be numbers: {ENCODE}")
     try:
         return checks.exact_array(values)
     except ConfigurationError as error:
-        raise files.Wrong(f"{name}: {error}") from error
+        raise ConfigurationError(f"{name}: {error}") from error
     except ValueError as error:
-        raise files.Wrong(
-            "all examples of a client must have the same shape: pad them, and write the file again"
-        ) from error
+        why = "all examples of a client must have the same shape: pad them, and write the file again"
+        raise ConfigurationError(why) from error
 
 
 def _is_numeric(values: Any) -> bool:
@@ -225,7 +220,7 @@ def read_fedjax(path: Path, x: str, y: str) -> Iterator[Client]:
             columns = column_pair(_unpack(client, data), x, y)
             name = client.decode() if isinstance(client, bytes) else client
             if not isinstance(name, str):
-                raise files.Wrong(f"client_id must be text, got {name!r}: download it again")
+                checks.refuse("client_id must be text", repr(name), "download it again")
             yield from checked_client(name, *columns, rows)
 
 
@@ -242,8 +237,6 @@ def _unpack(client: str | bytes, compressed: bytes) -> dict[str, Any]:
     inflate = zlib.decompressobj()
     data = inflate.decompress(compressed, CLIENT_BYTES)
     if not inflate.eof:
-        raise files.Wrong(
-            f"the data of client {client!r} must be complete and at most {CLIENT_BYTES} bytes unpacked, got "
-            f"{'more' if len(data) == CLIENT_BYTES else 'incomplete data'}: download it again"
-        )
+        what = f"the data of client {client!r} must be complete and at most {CLIENT_BYTES} bytes unpacked"
+        checks.refuse(what, "more" if len(data) == CLIENT_BYTES else "incomplete data", "download it again")
     return msgpack.unpackb(data, ext_hook=array)

@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal, NamedTuple, TextIO, TypeVar
+from typing import BinaryIO, Literal, NamedTuple, NoReturn, TextIO, TypeVar
 
 import numpy as np
 
@@ -27,10 +27,6 @@ Arrays = dict[str, np.ndarray]
 Parsed = TypeVar("Parsed")
 UNPACKED = 2**30  # limit in bytes of compressed arrays: a small malicious file could otherwise fill the memory
 ROOM, RATIO = 2**25, 256  # above so many bytes, they may also have at most so many times the stored bytes
-
-
-class Wrong(ValueError):
-    """An error in the content of a file, with a fix. `plain_errors` adds the name of the file."""
 
 
 class Column(NamedTuple):
@@ -61,7 +57,7 @@ def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
     if data_dir is not None:
         folder = checks.path("data_dir", data_dir)
         if os.path.isfile(folder):
-            raise ConfigurationError(f"data_dir must be a folder, got the file {folder}: pass the folder of this file")
+            checks.refuse("data_dir must be a folder", f"the file {folder}", "pass the folder of this file")
         return [folder]
     shared = os.environ.get("FEDJAX_DRIFT_DATA")
     return [*([checks.path("$FEDJAX_DRIFT_DATA", shared)] if shared else []), cache_dir()]
@@ -112,12 +108,12 @@ def arrays_of(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
     """
     with opened(path) as file:
         if file.read(4) != b"PK\x03\x04":
-            raise Wrong("it is not an npz file: write it with numpy.savez")
+            raise ConfigurationError("it is not an npz file: write it with numpy.savez")
         with zipfile.ZipFile(file) as archive:
             members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
             wanted = list(members if names is None else names)
             if missing := [name for name in wanted if name not in members]:
-                raise Wrong(f"it must have {', '.join(wanted)}, got {checks.listed(members)}: add {', '.join(missing)}")
+                checks.refuse(f"it must have {', '.join(wanted)}", checks.listed(members), f"add {', '.join(missing)}")
             must_unpack([members[name] for name in wanted], os.fstat(file.fileno()).st_size)
             return {name: _array(archive, members[name]) for name in wanted}
 
@@ -130,34 +126,30 @@ def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
         read_header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
         shape, _, dtype = read_header(file)
         if dtype.hasobject:
-            raise Wrong(
-                f"{member.filename} must be numbers, got Python objects, which are not read: save it as numbers"
-            )
+            got = "Python objects, which are not read"
+            checks.refuse(f"{member.filename} must be numbers", got, "save it as numbers")
         size, available = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
         if size != available:
-            raise Wrong(
-                f"{member.filename} must have {size} bytes for its shape, got {available}: copy or write the file again"
-            )
+            what = f"{member.filename} must have {size} bytes for its shape"
+            checks.refuse(what, available, "copy or write the file again")
         file.seek(0)
         return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def must_unpack(members: Sequence[zipfile.ZipInfo], stored: int) -> None:
-    """Raises `Wrong` if arrays in a zip archive of ``stored`` bytes do not fit, or need another method to unpack."""
+    """Refuses arrays in a zip archive of ``stored`` bytes that do not fit, or need another method to unpack."""
     for member in members:
         # Python unpacks bzip2 and lzma without a limit: 4 kB can become 4 GB.
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise Wrong(
-                f"{member.filename} must be stored or deflated, got method {member.compress_type} of zip: write it "
-                "with numpy.savez_compressed"
-            )
+            got = f"method {member.compress_type} of zip"
+            checks.refuse(f"{member.filename} must be stored or deflated", got, "write it with numpy.savez_compressed")
     packed = [member.file_size for member in members if member.compress_type == zipfile.ZIP_DEFLATED]
     must_fit("its compressed arrays", sum(packed), stored, packed=True)
     must_fit("its arrays", sum(member.file_size for member in members) - sum(packed), stored)
 
 
 def must_fit(what: str, size: int, stored: int, packed: bool = False) -> None:
-    """Raises `Wrong` if arrays of `size` bytes do not fit into the memory that a file of ``stored`` bytes may take.
+    """Refuses arrays of `size` bytes that do not fit into the memory that a file of ``stored`` bytes may take.
 
     Uncompressed arrays must not exceed the stored bytes. Compressed arrays must not exceed `UNPACKED` and, if they
     exceed `ROOM`, not `RATIO` times the stored bytes.
@@ -169,7 +161,7 @@ def must_fit(what: str, size: int, stored: int, packed: bool = False) -> None:
         if packed:
             allowed = f"unpack to at most {limit} bytes"
             fix = "copy the file again, or write it uncompressed with numpy.savez"
-        raise Wrong(f"{what} must {allowed}, got {size}: {fix}")
+        checks.refuse(f"{what} must {allowed}", size, fix)
 
 
 @contextlib.contextmanager
@@ -188,11 +180,11 @@ def opened_text(path: str | os.PathLike[str], encoding: str = "utf-8") -> Iterat
         yield text
 
 
-def wrong_line(number: int, wanted: str, got: str) -> Wrong:
-    """Returns the error for line ``number``, counted from 1, of a file that is `opened`."""
+def wrong_line(number: int, wanted: str, got: str) -> NoReturn:
+    """Refuses line ``number``, counted from 1, of a file that is `opened`."""
     shown = repr(got)
     shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return Wrong(f"line {number} must be {wanted}, got {shown}: download it again, or correct it")
+    checks.refuse(f"line {number} must be {wanted}", shown, "download it again, or correct it")
 
 
 def parsed_lines(
@@ -207,26 +199,26 @@ def parsed_lines(
         for number, line in enumerate(file, 1):
             result = parse(line.rstrip("\r\n"))
             if result is None:
-                raise wrong_line(number, wanted, line)
+                wrong_line(number, wanted, line)
             results.append(result)
         if not results:
-            raise wrong_line(1, wanted, "an empty file")
+            wrong_line(1, wanted, "an empty file")
     return results
 
 
 def must_not_wait(path: str | os.PathLike[str]) -> None:
-    """Raises `Wrong` for a pipe or a device, because reading it may block or never end."""
+    """Refuses a pipe or a device, because reading it may block or never end."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise Wrong(f"{os.path.basename(path)} must be a file, got a pipe or a device: put the file there")
+        checks.refuse(f"{os.path.basename(path)} must be a file", "a pipe or a device", "put the file there")
 
 
 @contextlib.contextmanager
 def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Converts all errors inside the context to a ValueError that names the file.
 
-    FileNotFoundError and ImportError (a missing package) are not converted. Neither is a ConfigurationError that names
-    the file.
+    FileNotFoundError and ImportError (a missing package) are not converted. A ConfigurationError gets the name of the
+    file, unless it has it already.
     """
     try:
         yield
@@ -236,7 +228,7 @@ def plain_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         message = (
             f"{path} is damaged, truncated, too large or of another kind ({one_line(error)}): copy or write it again"
         )
-        if isinstance(error, Wrong | ConfigurationError):
+        if isinstance(error, ConfigurationError):
             if os.fspath(path) in str(error):
                 raise
             message = f"cannot use {path}: {error}"
@@ -265,14 +257,12 @@ def check(arrays: Arrays, spec: Spec, source: object) -> Arrays:
     checked: Arrays = {}
     first: dict[str | None, str] = {}  # table -> its first array
     for key, column in spec.items():
-        array = np.asarray(arrays[key])
-        wrong = _wrong(array, column)
+        array, name = np.asarray(arrays[key]), f"{source}: {key}"
+        _check(name, array, column)
         same = first.setdefault(column.table, key)
-        if not wrong and column.table is not None and len(array) != len(checked.get(same, array)):
-            wrong = f"have as many rows as {same}, {len(checked[same])}, got {len(array)}: "
-            wrong += "row i of both must belong to the same example"
-        if wrong:
-            raise ConfigurationError(f"{source}: {key} must {wrong}")
+        if column.table is not None and len(array) != (rows := len(checked.get(same, array))):
+            fix = "row i of both must belong to the same example"
+            checks.refuse(f"{name} must have as many rows as {same}, {rows}", len(array), fix)
         checked[key] = array[..., None] if _lacks_axis(array, column) else array
     return checked
 
@@ -282,25 +272,24 @@ def _lacks_axis(array: np.ndarray, column: Column) -> bool:
     return column.row[-1:] == (1,) and array.ndim == len(column.row)
 
 
-def _wrong(array: np.ndarray, column: Column) -> str:
-    """Returns what is wrong with an array, and a fix: "be ALLOWED, got VALUE: FIX". "" if nothing is wrong."""
+def _check(name: str, array: np.ndarray, column: Column) -> None:
     rows = [] if column.table is None else ["rows"]
     shape = array.shape + (1,) * _lacks_axis(array, column)
     if array.dtype.kind == "f" and not np.isfinite(array).all():
-        return "be finite, got NaN or infinity: correct these rows or leave them out"
+        checks.refuse(f"{name} must be finite", "NaN or infinity", "correct these rows or leave them out")
     if array.dtype != np.uint8 if column.dtype == "uint8" else array.dtype.kind not in "iu":
         fix = "save pixels as uint8, 0 to 255" if column.dtype == "uint8" else "convert it"
-        return f"be {column.dtype}, got {array.dtype}: {fix}"
+        checks.refuse(f"{name} must be {column.dtype}", array.dtype, fix)
     if len(shape) != len(rows) + len(column.row) or shape[len(rows) :] != column.row:
-        return f"have shape [{', '.join([*rows, *map(str, column.row)])}], got {list(array.shape)}: reshape it"
+        wanted = ", ".join([*rows, *map(str, column.row)])
+        checks.refuse(f"{name} must have shape [{wanted}]", list(array.shape), "reshape it")
     if array.size == 0:
-        return "have at least 1 row, got 0: write the file again"
+        checks.refuse(f"{name} must have at least 1 row", 0, "write the file again")
     if column.lowest is not None and array.min() < column.lowest:
-        return f"be an integer >= {column.lowest}, got {array.min()}: copy or write the file again"
+        checks.refuse(f"{name} must be an integer >= {column.lowest}", array.min(), "copy or write the file again")
     if column.classes is not None and not 0 <= array.min() <= array.max() < column.classes:
         fix = "renumber the labels, or check that this is the right file"
-        return f"be in 0..{column.classes - 1}, got {array.min()}..{array.max()}: {fix}"
-    return ""
+        checks.refuse(f"{name} must be in 0..{column.classes - 1}", f"{array.min()}..{array.max()}", fix)
 
 
 def cached(filename: str, spec: Spec, make: Callable[[], Arrays]) -> Arrays:

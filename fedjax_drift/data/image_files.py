@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files, pickles
 from fedjax_drift.data.files import Arrays, Column
 from fedjax_drift.errors import ConfigurationError
@@ -30,19 +31,17 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
     Raises FileNotFoundError if there is no file, and ValueError if it is damaged, truncated or of another kind.
     """
     with files.opened(path) as packed, gzip.open(packed) as file:
-        header, wrong = file.read(4 + 4 * axes), ""
+        header = file.read(4 + 4 * axes)
         if header[:3] != b"\0\0\x08":  # two zeros, then the type: 8 is unsigned bytes
-            wrong = "it is not an idx file of bytes: copy the original file of the authors"
-        elif header[3:4] != bytes([axes]) or len(header) < 4 + 4 * axes:
-            wrong = f"its header must have the lengths of {axes} axes, got others: copy it again"
-        if wrong:
-            raise files.Wrong(wrong)
+            raise ConfigurationError("it is not an idx file of bytes: copy the original file of the authors")
+        if header[3:4] != bytes([axes]) or len(header) < 4 + 4 * axes:
+            checks.refuse(f"its header must have the lengths of {axes} axes", "others", "copy it again")
         shape = np.frombuffer(header, ">u4", offset=4).tolist()
         files.must_fit("its array", size := math.prod(shape), os.fstat(packed.fileno()).st_size, packed=True)
         content = file.read(size + 1)  # reads to the end of the file, where the checksum is
         if len(content) != size:
             got = "more" if len(content) > size else len(content)
-            raise files.Wrong(f"it must have {size} values, as its header says, got {got}: copy it again")
+            checks.refuse(f"it must have {size} values, as its header says", got, "copy it again")
         return np.frombuffer(content, np.uint8).reshape(shape)
 
 
@@ -76,10 +75,12 @@ def _read_cifar_batch(path: Path, labels: str) -> tuple[np.ndarray, np.ndarray]:
     with files.opened(path) as file:
         content = pickles.read(file, os.fstat(file.fileno()).st_size, "bytes")  # strings of Python 2 are bytes
         if not isinstance(content, dict) or not {b"data", labels.encode()} <= content.keys():
-            raise files.Wrong(f"it must have data and {labels}: unpack the Python version of the archive again")
+            why = f"it must have data and {labels}: unpack the Python version of the archive again"
+            raise ConfigurationError(why)
         x, y = content[b"data"], content[labels.encode()]
         if not isinstance(x, np.ndarray) or not isinstance(y, list) or not all(isinstance(one, int) for one in y):
-            raise files.Wrong(f"data must be an array and {labels} a list of integers: unpack the archive again")
+            why = f"data must be an array and {labels} a list of integers: unpack the archive again"
+            raise ConfigurationError(why)
     spec = {"data": Column("uint8", (3 * 32 * 32,)), labels: Column()}
     x, y = files.check({"data": x, labels: np.array(y)}, spec, path).values()
     return np.ascontiguousarray(x.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)), y
@@ -101,13 +102,12 @@ def decode_npz(path: Path, key: str, classes: int, side: int) -> Arrays:
     }
     encoded, offsets, labels, n_train = files.read_npz(path, spec).values()
     m, n = len(labels), int(n_train)
-    steps, wrong = np.diff(offsets.astype(np.int64)), ""  # signed, so that a difference can be negative
+    steps = np.diff(offsets.astype(np.int64))  # signed, so that a difference can be negative
     if len(offsets) != m + 1 or offsets[0] != 0 or offsets[-1] != len(encoded) or (steps <= 0).any():
-        wrong = f"offsets must increase from 0 to {len(encoded)} in {m} steps: copy or write the file again"
-    elif not 0 < n < m:
-        wrong = f"n_train must be in 1..{m - 1}, got {n}: leave examples for the test set"
-    if wrong:
-        raise ConfigurationError(f"{path}: {wrong}")
+        why = f"offsets must increase from 0 to {len(encoded)} in {m} steps: copy or write the file again"
+        raise ConfigurationError(f"{path}: {why}")
+    if not 0 < n < m:
+        checks.refuse(f"{path}: n_train must be in 1..{m - 1}", n, "leave examples for the test set")
     x = np.empty((m, side, side, 3), np.uint8)
     for i in range(m):
         x[i] = _decode(encoded[offsets[i] : offsets[i + 1]].tobytes(), side, f"{path}: image {i}")
@@ -145,10 +145,9 @@ def _decode(content: bytes, side: int, name: str) -> np.ndarray:
     except Exception as error:  # Pillow raises SyntaxError, struct.error and others for a broken image
         why = files.one_line(error)
         raise ConfigurationError(f"{name} is not a readable image ({why}): copy or write the file again") from error
-    wrong = f"be {side} x {side}, got {size[0]} x {size[1]}: resize it"
     if deep:
-        wrong = f"have 8 bits per channel, got mode {mode!r}: save it with 8 bits"
-    raise ConfigurationError(f"{name} must {wrong}")
+        checks.refuse(f"{name} must have 8 bits per channel", f"mode {mode!r}", "save it with 8 bits")
+    checks.refuse(f"{name} must be {side} x {side}", f"{size[0]} x {size[1]}", "resize it")
 
 
 def list_folders(folder: Path, classes: Sequence[str], pattern: str) -> Listing:
@@ -159,7 +158,7 @@ def list_folders(folder: Path, classes: Sequence[str], pattern: str) -> Listing:
     of_class = [sorted(glob.glob(os.path.join(glob.escape(str(folder / name)), pattern))) for name in classes]
     for name, paths in zip(classes, of_class, strict=True):
         if not paths:
-            raise ConfigurationError(f"{folder / name} must have images {pattern}, got none: unpack the archive again")
+            checks.refuse(f"{folder / name} must have images {pattern}", "none", "unpack the archive again")
     return [path for paths in of_class for path in paths], np.repeat(np.arange(len(classes)), list(map(len, of_class)))
 
 
@@ -173,7 +172,7 @@ def list_tiny_imagenet(folder: Path) -> tuple[Listing, Listing]:
         classes = sorted(file.read().split())
         label = {wnid: i for i, wnid in enumerate(classes)}
         if not label or len(label) < len(classes) or not all(re.fullmatch(r"\w+", wnid) for wnid in classes):
-            raise files.Wrong("its lines must be different ids of letters and digits, got others: unpack it again")
+            checks.refuse("its lines must be different ids of letters and digits", "others", "unpack it again")
 
     def annotation(line: str) -> tuple[str, int] | None:
         name, wnid = (*line.split("\t"), "")[:2]

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
@@ -70,9 +71,8 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
     order = np.lexsort((ratings.time, ratings.user))
     order = order[np.bincount(ratings.user)[ratings.user[order]] > 1]
     if not len(order):
-        raise ConfigurationError(
-            f"cannot use {ratings.path}: at least 1 user must have rated 2 films, got none: download it again"
-        )
+        what = f"cannot use {ratings.path}: at least 1 user must have rated 2 films"
+        checks.refuse(what, "none", "download it again")
     user, item = ratings.user[order], ratings.item[order]
     first = np.diff(user, prepend=-1) > 0
     latest = np.append(first[1:], True)
@@ -81,11 +81,9 @@ def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negati
     unrated, free = _unrated(user, item)
     if (short := free[user] < test_negatives).any():
         first_short = user[short][0]
-        raise ConfigurationError(
-            f"test_negatives must be at most {free[first_short]}, the number of films that user "
-            f"{ratings.profile[first_short, 0]} never rated in {ratings.path}, got {test_negatives}: use a smaller "
-            "number, also for group of fd.ranking.scores"
-        )
+        who = f"user {ratings.profile[first_short, 0]} never rated in {ratings.path}"
+        what = f"test_negatives must be at most {free[first_short]}, the number of films that {who}"
+        checks.refuse(what, test_negatives, "use a smaller number, also for group of fd.ranking.scores")
 
     def examples(at: np.ndarray, drawn: np.ndarray) -> Pair:
         """For each of the ratings ``at``: an example with its film, and one for each film that was drawn."""
@@ -113,10 +111,8 @@ def sizes(data: FederatedData) -> tuple[int, ...]:
     The last size is that of the films. Raises ValueError for data of another kind.
     """
     if data.x.ndim != 2 or data.x.dtype.kind not in "iu" or data.x.shape[1] < 7:
-        raise ConfigurationError(
-            f"din needs examples of at least 7 integer ids, got {data.x.dtype}{list(data.x.shape[1:])}: load "
-            "movielens, or use another model"
-        )
+        got = f"{data.x.dtype}{list(data.x.shape[1:])}"
+        checks.refuse("din needs examples of at least 7 integer ids", got, "load movielens, or use another model")
     parts = [x.max(0) for x in (data.x, data.x_test) if x is not None]
     highest = np.max(parts, 0).astype(int)
     return (*(highest[:5] + 1).tolist(), int(highest[5:].max()) + 1)
@@ -163,7 +159,7 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
     known = np.array(ids, int)
     with files.plain_errors(users):
         if (twice := known[1:][known[1:] == known[:-1]]).size:
-            raise files.Wrong(f"user {twice[0]} must have one line, got several: download it again")
+            checks.refuse(f"user {twice[0]} must have one line", "several", "download it again")
     profile = np.column_stack([
         known,
         1 + (np.array(genders) == "M"),
@@ -178,13 +174,13 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
     with files.plain_errors(path):
         if (early := rated[:, 3] < OPENED).any():
             line = early.argmax()
-            raise files.Wrong(
-                f"seconds must be an integer >= {OPENED} (1995), got {rated[line, 3]} in line {line + 1}: the file is "
-                "truncated or not MovieLens, download it again"
-            )
+            got = f"{rated[line, 3]} in line {line + 1}"
+            fix = "the file is truncated or not MovieLens, download it again"
+            checks.refuse(f"seconds must be an integer >= {OPENED} (1995)", got, fix)
         if (strange := known[user] != rated[:, 0]).any():
             line = strange.argmax()
-            raise files.Wrong(f"the user {rated[line, 0]} of line {line + 1} is not in {users}: download both again")
+            why = f"the user {rated[line, 0]} of line {line + 1} is not in {users}: download both again"
+            raise ConfigurationError(why)
     return Ratings(user, rated[:, 1], rated[:, 3], profile, path)
 
 
@@ -200,7 +196,5 @@ def _read_latest_small(places: Sequence[Path]) -> Ratings:
     item = np.unique(movies, return_inverse=True)[1] + 1  # 9,724 films, whose original ids go up to 193,609
     for name, highest in (("user_id", known.max()), ("movie_id", item.max())):
         if highest >= 2**15:
-            raise ConfigurationError(
-                f"cannot use {path}: {name} must be below {2**15}, got {highest}: use a smaller data set"
-            )
+            checks.refuse(f"cannot use {path}: {name} must be below {2**15}", highest, "use a smaller data set")
     return Ratings(user, item, time, np.pad(known[:, None], ((0, 0), (0, 4))), path)

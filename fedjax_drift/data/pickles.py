@@ -7,11 +7,12 @@ import pickle
 import re
 import struct
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import numpy as np
 
 from fedjax_drift.data import files
+from fedjax_drift.errors import ConfigurationError
 
 ROOM = 2**25  # bytes that the values of any pickle may take
 RATIO = 64  # bytes more per byte of the file: a small malicious file could otherwise fill the memory
@@ -29,7 +30,7 @@ def read(file: IO[bytes], stored: int, encoding: str = "ASCII") -> Any:
       encoding: of the strings of Python 2; "bytes" leaves them bytes.
 
     Raises:
-      files.Wrong: the pickle is damaged, takes more bytes, contains itself, or has anything but arrays, lists, tuples,
+      ValueError: the pickle is damaged, takes more bytes, contains itself, or has anything but arrays, lists, tuples,
         dicts with text as keys, numbers and strings.
     """
     unpickler = _PlainUnpickler(file, ROOM + RATIO * stored, encoding)
@@ -40,7 +41,12 @@ def read(file: IO[bytes], stored: int, encoding: str = "ASCII") -> Any:
         return content
     except Exception as error:  # a damaged pickle can raise any exception
         why = files.one_line(error)
-        raise files.Wrong(f"it is damaged or not a pickle of plain arrays ({why}): copy or write it again") from error
+        wrong = f"it is damaged or not a pickle of plain arrays ({why}): copy or write it again"
+        raise ConfigurationError(wrong) from error
+
+
+def _refuse(what: str) -> NoReturn:
+    raise pickle.UnpicklingError(f"{what} is not allowed in it")
 
 
 def _size(value: Any, sizes: dict[int, float]) -> float:
@@ -53,7 +59,7 @@ def _size(value: Any, sizes: dict[int, float]) -> float:
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         return OBJECT + value.nbytes
     if not isinstance(value, list | tuple | dict | np.ndarray):
-        raise pickle.UnpicklingError(f"a {type(value).__name__} is not allowed in it")
+        _refuse(f"a {type(value).__name__}")
     if id(value) not in sizes:
         sizes[id(value)] = math.inf  # until its items are visited
         items = list(value.values()) if isinstance(value, dict) else value
@@ -75,20 +81,20 @@ def _dtype(name: str | bytes, *_: object) -> np.dtype:
     """Returns a new dtype without fields, subarrays and items of no bytes. The unpickler may set its byte order."""
     text = name.decode() if isinstance(name, bytes) else name
     if not re.fullmatch(r"[<>|=]?([?biufc]\d*|[SU][1-9]\d*|O8?)", text):
-        raise pickle.UnpicklingError(f"a dtype {text!r} is not allowed in it")
+        _refuse(f"a dtype {text!r}")
     return np.dtype(np.dtype(text), copy=True)
 
 
 def _from_buffer(content: bytes | bytearray, dtype: np.dtype, shape: tuple[int, ...], order: Any) -> np.ndarray:
     # Of an array, the bytes could be addresses of objects, and their memory is freed when its state is set again.
     if not isinstance(content, bytes | bytearray):
-        raise pickle.UnpicklingError(f"an array in the memory of a {type(content).__name__} is not allowed in it")
+        _refuse(f"an array in the memory of a {type(content).__name__}")
     return np.frombuffer(content, dtype).reshape(shape, order=order)
 
 
 def _scalar(dtype: np.dtype, content: bytes) -> Any:
     if dtype.kind not in "biufc":
-        raise pickle.UnpicklingError(f"a scalar of {dtype} is not allowed in it")
+        _refuse(f"a scalar of {dtype}")
     return _from_buffer(content, dtype, (1,), "C")[0]
 
 
@@ -132,7 +138,7 @@ class _PlainUnpickler(_Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
+            _refuse(f"{module}.{name}")
         return _ALLOWED[module, name]
 
     def load_build(self) -> None:
@@ -142,19 +148,19 @@ class _PlainUnpickler(_Unpickler):
             # With the flags of another dtype, an array of objects would take bytes for addresses.
             plain = value.__reduce__()[2]
             if state[:1] + state[2:] != plain[:1] + plain[2:] or state[1] not in (*"<>|=", *map(str.encode, "<>|=")):
-                raise pickle.UnpicklingError(f"a dtype {value} with the state of another one is not allowed in it")
+                _refuse(f"a dtype {value} with the state of another one")
         elif isinstance(value, np.ndarray):
             _, shape, dtype, _, content = state
             # NumPy believes the shape, and reads past the end of a list that is shorter.
             kind, width = (list, 1) if dtype.hasobject else (bytes, dtype.itemsize)
             if len(shape) > 64 or not all(type(n) is int and n >= 0 for n in shape) or type(content) is not kind:
-                raise pickle.UnpicklingError("an array with such a shape or content is not allowed in it")
+                _refuse("an array with such a shape or content")
             if len(content) != (size := math.prod(shape) * width):
                 raise pickle.UnpicklingError(f"an array must have the {size} values of its shape, got {len(content)}")
             if dtype.hasobject or not dtype.isnative or size <= COPIED:
                 self.spend(size * (REFERENCE if dtype.hasobject else 1))
         else:
-            raise pickle.UnpicklingError(f"a state of {type(value).__name__} is not allowed in it")
+            _refuse(f"a state of {type(value).__name__}")
         super().load_build()
 
     def load_bytearray8(self) -> None:
@@ -182,17 +188,17 @@ class _PlainUnpickler(_Unpickler):
 
     def _extend(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
-            raise pickle.UnpicklingError(f"a {type(self.stack[-1]).__name__} with items is not allowed in it")
+            _refuse(f"a {type(self.stack[-1]).__name__} with items")
         self.stack[-1].extend(items)
 
     def _update(self, items: list[Any]) -> None:
         """Sets items of a dict. The hash of other keys than text can take forever, or be that of all other keys."""
         if type(self.stack[-1]) is not dict or not all(isinstance(key, str | bytes) for key in items[::2]):
-            raise pickle.UnpicklingError("a dict with other keys than text is not allowed in it")
+            _refuse("a dict with other keys than text")
         self.stack[-1].update(zip(items[::2], items[1::2], strict=True))
 
     def load_other(self) -> None:
-        raise pickle.UnpicklingError("a set or an object of a class is not allowed in it")
+        _refuse("a set or an object of a class")
 
     load_persid = load_binpersid = load_inst = load_obj = load_newobj = load_newobj_ex = load_other
     load_ext1 = load_ext2 = load_ext4 = load_next_buffer = load_readonly_buffer = load_other

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files, tff_files
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.sources import Request, Samples
+from fedjax_drift.errors import ConfigurationError
 
 FILES = ("shakespeare.sqlite", "shakespeare.sqlite.lzma")
 START, END, FIRST = 1, 2, 3  # ids; 0 is padding
@@ -41,7 +43,7 @@ def load(request: Request, *, length: int = 80) -> Samples:
         arrays, number = {}, dict[str, int]()
         with tff_files.opened(path) as file:
             if file.texts is None:
-                raise files.Wrong("it must be an SQLite database of TensorFlow Federated: download it again")
+                raise ConfigurationError("it must be an SQLite database of TensorFlow Federated: download it again")
             for part in ("train", "test"):
                 roles = [
                     (number.setdefault(role, len(number)), _sequences(texts, length))
@@ -49,7 +51,7 @@ def load(request: Request, *, length: int = 80) -> Samples:
                 ]
                 roles.sort(key=lambda pair: pair[0])
                 if not roles:
-                    raise files.Wrong(f"it must have examples in the split {part}, got none: download it again")
+                    checks.refuse(f"it must have examples in the split {part}", "none", "download it again")
                 arrays[f"rows_{part}"] = np.concatenate([rows for _, rows in roles])
                 arrays[f"role_{part}"] = np.repeat([role for role, _ in roles], [len(rows) for _, rows in roles])
         return arrays

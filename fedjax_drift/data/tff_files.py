@@ -29,19 +29,22 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.federated_files import (
     INSTALL,
     Client,
+    ColumnName,
     FilePath,
-    check_names,
     checked_client,
     column_pair,
     database,
     federation,
 )
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import checked
 
 SQLITE, XZ, LZMA = b"SQLite format 3\0", b"\xfd7zXZ\0", b"]\0\0"
 STEP = 2**20  # bytes that are unpacked at once
 UNPACKED = 2**35  # limit in bytes of an unpacked database; that of CelebA has about 2**34
 DICTIONARY = 2**28  # limit in bytes of the memory that lzma needs; the highest preset needs a quarter
+OTHER_FILE = "check that it is one of TFF's files"
+MAKE_ROOM = "make room, or set FEDJAX_DRIFT_CACHE to another folder"
 TEXTS, FLOATS, INTEGERS = 1, 2, 3  # numbers of the fields of tf.train.Feature
 
 
@@ -59,14 +62,20 @@ class Source(NamedTuple):
         """Returns the checked name of a split. For None, it is the only split, or ``default`` if there are several."""
         if not self.splits:
             if split is not None:
-                raise ConfigurationError(f"split must be None for an HDF5 file, got {split!r}: leave it out")
+                checks.refuse("split must be None for an HDF5 file", repr(split), "leave it out")
             return None
         only = self.splits[0] if len(self.splits) == 1 else default
         return checks.choice("split", only if split is None else split, self.splits)
 
 
+@checked
 def from_tff(
-    train: FilePath, test: FilePath | None = None, x: str = "pixels", y: str = "label", *, split: str | None = None
+    train: FilePath,
+    test: FilePath | None = None,
+    x: ColumnName = "pixels",
+    y: ColumnName = "label",
+    *,
+    split: str | None = None,
 ) -> FederatedData:
     """Creates a federation from TensorFlow Federated's files. TensorFlow is not needed.
 
@@ -85,8 +94,7 @@ def from_tff(
       split: the split of a database, such as "all_train" or "digits_only_train" of EMNIST. Default: its only split, or
         "train".
     """
-    check_names(x, y)
-    train_path, test_path = checks.path("train", train), None if test is None else checks.path("test", test)
+    train_path, test_path = Path(train), None if test is None else Path(test)
     tests: Iterable[Client] = ()
     with opened(train_path) as file:
         split = file.chosen(split, "train")
@@ -148,13 +156,15 @@ def _messages(connection: sqlite3.Connection, size: int, split: str | None) -> I
         messages = []
         for _, message in rows:
             if not isinstance(client, str) or not isinstance(message, bytes):
-                raise files.Wrong("client_id must be text and serialized_example_proto bytes: download it again")
+                why = "client_id must be text and serialized_example_proto bytes: download it again"
+                raise ConfigurationError(why)
             total += len(message)
             files.must_fit("its examples", total, size)  # computed columns can have any size
             messages.append(message)
         yield client, messages, counts.pop(client, 0)
     if any(counts.values()):
-        raise files.Wrong(f"the examples of client {next(filter(counts.get, counts))!r} are missing: download it again")
+        missing = next(filter(counts.get, counts))
+        raise ConfigurationError(f"the examples of client {missing!r} are missing: download it again")
 
 
 def _read_texts(
@@ -164,7 +174,7 @@ def _read_texts(
     for client, messages, rows in _messages(connection, size, split):
         texts = [_text(_features(message), column) for message in messages]
         if len(texts) != rows:
-            raise files.Wrong(f"client {client!r} must have {rows} examples, got {len(texts)}: download it again")
+            checks.refuse(f"client {client!r} must have {rows} examples", len(texts), "download it again")
         yield client, texts
 
 
@@ -172,17 +182,15 @@ def _text(features: dict[str, bytes], column: str) -> bytes:
     for kind, message in _fields(features.get(column, b"")):
         if kind == TEXTS:
             return b"".join(value for _, value in _fields(message))
-    raise files.Wrong(f"its examples must have the text {column}, got {checks.listed(features)}: is it another file?")
+    checks.refuse(f"its examples must have the text {column}", checks.listed(features), "is it another file?")
 
 
 def _stacked(client: str, name: str, values: list[np.ndarray | None]) -> np.ndarray | None:
     """Returns the values of a client's examples as one array [n, length], or None for text."""
     arrays = [array for array in values if array is not None]
     if len({(array.dtype, array.shape) for array in arrays}) > 1:
-        raise files.Wrong(
-            f"{name} of client {client!r} must have as many values in each example, got {arrays[0].size} and others: "
-            "pad them, and write the file again"
-        )
+        what = f"{name} of client {client!r} must have as many values in each example"
+        checks.refuse(what, f"{arrays[0].size} and others", "pad them, and write the file again")
     return np.stack(arrays) if len(arrays) == len(values) else None
 
 
@@ -221,7 +229,7 @@ def _integers(content: bytes) -> np.ndarray:
         return encoded.astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])
     if not len(ends) or ends[-1] < len(encoded) or (ends - starts).max() > 10:
-        raise files.Wrong("an example has damaged integers: download it again")
+        raise ConfigurationError("an example has damaged integers: download it again")
     places = np.arange(len(encoded)) - np.repeat(starts, ends - starts)
     shifted = (encoded & 127).astype(np.uint64) << (7 * places).astype(np.uint64)
     return np.bitwise_or.reduceat(shifted, starts).view(np.int64)
@@ -241,7 +249,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
         else:
             at += {1: 8, 5: 4}.get(kind, len(message) + 1)
         if at > len(message):
-            raise files.Wrong("an example is damaged: download it again")
+            raise ConfigurationError("an example is damaged: download it again")
         yield tag >> 3, message[start:at]
 
 
@@ -253,7 +261,7 @@ def _integer(message: bytes, at: int) -> tuple[int, int]:
         value |= (byte & 127) << 7 * place
         if byte < 128:
             return value, at + place + 1
-    raise files.Wrong("an example has a damaged integer: download it again")
+    raise ConfigurationError("an example has a damaged integer: download it again")
 
 
 # ---------------------------------------------------------------- lzma
@@ -261,7 +269,7 @@ def _integer(message: bytes, at: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _unpacked(file: BinaryIO) -> Iterator[Path]:
-    """Unpacks a database to a temporary file. Raises `Wrong` if it is damaged or does not fit."""
+    """Unpacks a database to a temporary file. Refuses one that is damaged or does not fit."""
     folder = files.cache_dir()
     with contextlib.ExitStack() as stack:
         try:
@@ -271,43 +279,39 @@ def _unpacked(file: BinaryIO) -> Iterator[Path]:
             database.writelines(_parts(file, folder))
             database.flush()
         except lzma.LZMAError as error:
-            raise files.Wrong(f"it is damaged or not packed with lzma ({error}): download it again") from error
+            why = f"it is damaged or not packed with lzma ({error}): download it again"
+            raise ConfigurationError(why) from error
         except OSError as error:
-            raise files.Wrong(
-                f"it can't be unpacked in {folder} ({error.strerror}): make room, or set FEDJAX_DRIFT_CACHE to another "
-                "folder"
-            ) from error
+            raise ConfigurationError(f"it can't be unpacked in {folder} ({error.strerror}): {MAKE_ROOM}") from error
         yield Path(database.name)
 
 
 def _parts(file: BinaryIO, folder: Path) -> Iterator[bytes]:
-    """Yields the parts of the unpacked database. Raises `Wrong` before it takes more space than there is."""
+    """Yields the parts of the unpacked database. It never takes more space than there is."""
     unpacker, size, wanted, free = lzma.LZMADecompressor(memlimit=DICTIONARY), 0, None, 0
     while not unpacker.eof and (wanted is None or size <= wanted):
         packed = file.read(STEP) if unpacker.needs_input else b""
         if unpacker.needs_input and not packed:
-            raise files.Wrong(f"it must be complete, got {size} unpacked bytes and no end: download it again")
+            checks.refuse("it must be complete", f"{size} unpacked bytes and no end", "download it again")
         part = unpacker.decompress(packed, STEP)
         if not size and part:
             wanted, free = _size_in_header(part), min(UNPACKED, shutil.disk_usage(folder).free)
         size += len(part)
         if (least := size if wanted is None else wanted) > free:
-            raise files.Wrong(
-                f"it must unpack to at most {free} bytes, the free space in {folder}, got at least {least}: make room, "
-                "or set FEDJAX_DRIFT_CACHE to another folder"
-            )
+            what = f"it must unpack to at most {free} bytes, the free space in {folder}"
+            checks.refuse(what, f"at least {least}", MAKE_ROOM)
         yield part
     if wanted not in (None, size):
         got = "more" if size > (wanted or 0) else size
-        raise files.Wrong(f"it must unpack to {wanted} bytes, as its header says, got {got}: download it again")
+        checks.refuse(f"it must unpack to {wanted} bytes, as its header says", got, "download it again")
     if unpacker.unused_data or file.read(1):
-        raise files.Wrong(f"it must end after {size} unpacked bytes, got more: download it again")
+        checks.refuse(f"it must end after {size} unpacked bytes", "more", "download it again")
 
 
 def _size_in_header(start: bytes) -> int | None:
     """Returns the size of a database in bytes, according to its header of 100 bytes. None if the header has none."""
     if not start.startswith(SQLITE) or len(start) < 100:
-        raise files.Wrong("it must unpack to an SQLite database, got another file: download it again")
+        checks.refuse("it must unpack to an SQLite database", "another file", "download it again")
     page, pages = int.from_bytes(start[16:18], "big"), int.from_bytes(start[28:32], "big")
     is_valid = pages and start[24:28] == start[92:96]  # SQLite before 3.7 did not write the number of pages
     return (65536 if page == 1 else page) * pages if is_valid else None
@@ -343,12 +347,9 @@ def _read_h5(path: Path, size: int, x: str, y: str, split: str | None) -> Iterat
     with h5py.File(path, "r") as file:
         clients = file.get("examples")
         if not isinstance(clients, h5py.Group):
-            got = checks.listed(file) or "nothing"
-            raise files.Wrong(f"it must have a group examples, got {got}: check that it is one of TFF's files")
+            checks.refuse("it must have a group examples", checks.listed(file) or "nothing", OTHER_FILE)
         for client, columns in clients.items():
             if not isinstance(columns, h5py.Group):
-                raise files.Wrong(
-                    f"client {client!r} must be a group of columns, got an array: check that it is one of TFF's files"
-                )
+                checks.refuse(f"client {client!r} must be a group of columns", "an array", OTHER_FILE)
             inputs, labels = map(values, column_pair(columns, x, y))
             yield from checked_client(client, inputs, labels, len(labels))
