@@ -18,14 +18,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.data import files
 from fedjax_drift.devices.distributed import is_first
 from fedjax_drift.disk import replace_file
-from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.track import Track, scalars
+from fedjax_drift.spec import Fix, checked
+from fedjax_drift.track import Before, Track, scalars
 
 __all__ = ["Log", "Track", "read", "scalars"]
 
@@ -57,28 +57,25 @@ class Log:
         an existing log in the folder. Default None: the folder must not have a log.
 
     Raises:
-      ValueError: the folder already has a log, is a file or is not writable; or ``before`` is not a list of records.
+      ValueError: the folder already has a log or is not writable.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], before: Sequence[Record] | None = None) -> None:
-        if before is not None and (isinstance(before, str | Mapping) or not isinstance(before, Sequence)):
-            raise ConfigurationError(
-                f"before must be a history, or None, got {checks.shown(before)}: pass [] for an empty log"
-            )
-        self.folder = checks.path("folder", folder, 'Log("runs/mine")').absolute()  # the working directory may change
+    @checked
+    def __init__(
+        self,
+        folder: Annotated[str | os.PathLike[str], spec.FOLDER, Fix('Log("runs/mine")')],
+        before: Annotated[Before, Fix("pass [] for an empty log")] | None = None,
+    ) -> None:
+        self.folder = Path(folder)
         self._columns: dict[str, None] = {}  # the columns of the CSV file, in order
         self._table: _Lines | None = None  # the CSV file
         self._behind = True  # whether the CSV file lacks rows of the JSON file
         self._writes, self._warned = is_first(), False
         if not self._writes:
             return
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigurationError(f"folder must be a folder, got the file {self.folder}: choose another name")
         if before is None and (self.folder / "rounds.jsonl").exists():
-            raise ConfigurationError(
-                f"folder must not have a log, got {self.folder}, which has one: pass before=history to continue it, "
-                "before=[] to replace it, or another folder"
-            )
+            fix = "pass before=history to continue it, before=[] to replace it, or another folder"
+            checks.refuse("folder must not have a log", f"{self.folder}, which has one", fix)
         text = b"".join(map(_line, before or []))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -86,10 +83,8 @@ class Log:
             self._lines = _Lines(self.folder / "rounds.jsonl")
             self._renew_table()
         except OSError as error:
-            raise ConfigurationError(
-                f"folder must be where files can be written, got {self.folder} ({error.strerror}): choose another "
-                "folder, or make it writable"
-            ) from error
+            fix = "choose another folder, or make it writable"
+            checks.refuse("folder must be where files can be written", f"{self.folder} ({error.strerror})", fix, error)
 
     def __call__(self, record: Record) -> None:
         """Writes one record."""
@@ -178,7 +173,10 @@ class _Lines:
         self.missing = b""
 
 
-def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+@checked
+def read(
+    path: Annotated[str | os.PathLike[str], spec.GIVEN_PATH, Fix("the folder of a log, or a file of JSON lines")],
+) -> list[dict[str, Any]]:
     """Returns the records of a log.
 
     null becomes NaN. An incomplete last line, from a process that was killed while it wrote the line, is left out.
@@ -189,16 +187,16 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     Raises:
       ValueError: there is no log at this path, or a line is not a record.
     """
-    path = checks.path("path", path, "the folder of a log, or a file of JSON lines")
-    path = path / "rounds.jsonl" if os.path.isdir(path) else path
+    path = Path(path, "rounds.jsonl") if os.path.isdir(path) else Path(path)
     try:
         with files.opened_text(path) as file:
             text = file.read()
     except FileNotFoundError as error:
-        raise ConfigurationError(
-            f"path must be a log (a folder with rounds.jsonl, or a file of JSON lines), got {path}, which does not "
-            "exist"
-        ) from error
+        checks.refuse(
+            "path must be a log (a folder with rounds.jsonl, or a file of JSON lines)",
+            f"{path}, which does not exist",
+            cause=error,
+        )
     return list(_records(path, text.splitlines(keepends=True)))
 
 
@@ -209,24 +207,24 @@ def _records(path: Path, log_lines: Sequence[str]) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError) as error:
             if number == len(log_lines) and not line.endswith("\n"):
                 return
-            raise ConfigurationError(
-                f"{path}, line {number}: a record must be one line of JSON, got {line[:60]!r}"
-            ) from error
+            checks.refuse(f"{path}, line {number}: a record must be one line of JSON", repr(line[:60]), cause=error)
         if not isinstance(record, dict):
-            raise ConfigurationError(f"{path}, line {number}: a record must be a JSON object, got {line[:60]!r}")
+            checks.refuse(f"{path}, line {number}: a record must be a JSON object", repr(line[:60]))
         yield {name: _number(value) for name, value in record.items()}
 
 
 def _line(record: Record) -> bytes:
     if not isinstance(record, Mapping):
-        raise ConfigurationError(f"a record must be a dict, got {checks.shown(record)}: pass one record of a history")
+        checks.refuse("a record must be a dict", checks.shown(record), "pass one record of a history")
     try:
         return json.dumps({name: _plain(value) for name, value in record.items()}).encode() + b"\n"
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(
-            f"a record must only contain values that JSON has, got {checks.shown(record)} ({error}): use numbers, "
-            "strings, lists and dicts"
-        ) from error
+        checks.refuse(
+            "a record must only contain values that JSON has",
+            f"{checks.shown(record)} ({error})",
+            "use numbers, strings, lists and dicts",
+            error,
+        )
 
 
 def _plain(value: Any) -> Any:

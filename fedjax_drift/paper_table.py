@@ -7,17 +7,26 @@ import io
 import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks, statistics
-from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.records import UNITS, Reached, Records, Seeds, by_run_and_seed, measured, rounds_to_target
+from fedjax_drift import checks, spec, statistics
+from fedjax_drift.records import (
+    EVALUATE,
+    UNITS,
+    By,
+    Reached,
+    Records,
+    Seeds,
+    by_run_and_seed,
+    measured,
+    rounds_to_target,
+)
+from fedjax_drift.spec import Count, Fix, Text, checked
 from fedjax_drift.statistics import Mean
 
 Cells = list[list[str]]  # the rows of a table, the first one with the headings
-FORMATS = ("markdown", "latex", "csv")
 ROUNDING = float(np.finfo(np.float32).eps)  # of the accuracies, relative
 
 
@@ -47,15 +56,19 @@ class Paired(NamedTuple):
     p: float  # of the paired t test, with Holm's correction for all methods of the table
 
 
+Target = Annotated[float, spec.number("a finite number", lambda v: True, (0, -1), (), computed=False)]
+
+
+@checked
 def table(
     records: Records,
-    last: int = 10,
-    format: str = "markdown",  # noqa: A002
+    last: Count = 10,
+    format: Literal["markdown", "latex", "csv"] = "markdown",  # noqa: A002
     *,
-    target: float | None = None,
+    target: Target | None = None,
     baseline: str | None = None,
-    key: str = "accuracy",
-    by: str = "round",
+    key: Annotated[Text, Fix("an entry of the records")] = "accuracy",
+    by: By = "round",
 ) -> str:
     """Returns a table for a paper: one row per method, with intervals over seeds and tests against a baseline.
 
@@ -88,7 +101,7 @@ def table(
       The table as text. Markdown has notes below the table, and LaTeX has them as comments.
 
     Raises:
-      ValueError: an argument is out of its range, no method has the name ``baseline``, or no record has the key.
+      ValueError: no method has the name ``baseline``, or no record has the key.
 
     >>> def run(*accuracies):
     ...     return [{"round": t, "accuracy": value} for t, value in enumerate(accuracies, 1)]
@@ -103,26 +116,21 @@ def table(
     ±: half the width of the 95 % t interval over seeds.
     p: paired t test against FedAvg, with Holm's correction.
     """
-    last = checks.integer("last", last, 1)
-    written = checks.choice("format", format, FORMATS)
-    key, by = checks.text("key", key, "an entry of the records"), checks.choice("by", by, UNITS)
-    if target is not None:
-        target = checks.number("target", target, "a finite number", math.isfinite, computed=False)
     runs = by_run_and_seed(records)
     methods = _methods(runs, last, key, target, by)
     first = next(iter(methods))
     baseline = first if baseline is None else checks.choice("baseline", baseline, methods)
     pairs = _paired(methods, baseline)
-    if written == "csv":
+    if format == "csv":
         return _csv(_numbers(methods, pairs, baseline, key, target, by))
     cells = _cells(methods, pairs, baseline, key, target, by)
-    return (_latex if written == "latex" else _markdown)(cells, _notes(methods, baseline, key, last, by))
+    return (_latex if format == "latex" else _markdown)(cells, _notes(methods, baseline, key, last, by))
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------------
 
 
-def _methods(runs: dict[str, Seeds], last: int, key: str, target: float | None, by: str) -> dict[str, Method]:
+def _methods(runs: dict[str, Seeds], last: int, key: str, target: float | None, by: By) -> dict[str, Method]:
     """The numbers of the methods that have been evaluated. Runs without evaluations are left out."""
     evaluated = {
         name: {seed: history for seed, history in seeds.items() if any(key in record for record in history)}
@@ -130,10 +138,7 @@ def _methods(runs: dict[str, Seeds], last: int, key: str, target: float | None, 
     }
     evaluated = {name or "run": seeds for name, seeds in evaluated.items() if seeds}
     if not evaluated:
-        raise ConfigurationError(
-            f"table needs at least 1 round with {key!r}, got none: evaluate during the run (eval_every=), or pass "
-            "another key"
-        )
+        checks.refuse(f"table needs at least 1 round with {key!r}", "none", EVALUATE)
     histories = {name: list(seeds.values()) for name, seeds in evaluated.items()}
     reached = {} if target is None else rounds_to_target(histories, target, key, by)
     points, losses = measured(histories, key), measured(histories, "loss")

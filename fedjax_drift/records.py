@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union
 
 import numpy as np
 
 from fedjax_drift import checks, logs
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Fix, Text, checked
 
 if TYPE_CHECKING:
     from fedjax_drift.run_folder import LoadedRun
@@ -35,9 +35,10 @@ OneRun = FilePath | History | AnyRun | Sequence[History] | Sequence[FilePath] | 
 Records = OneRun | Mapping[str, OneRun] | Mapping[str, FilePath] | Mapping[str, AnyRun]
 Runs = Mapping[str, Sequence[History]]  # name of a run -> one history per seed
 Seeds = dict[int | None, History]  # seed -> history; None: the only history, whose seed is unknown
-
-
+By = Literal["round", "time", "megabytes"]
 UNITS = {"round": "Rounds", "time": "Seconds", "megabytes": "Megabytes"}  # what a run is counted in, and its name
+EVALUATE = "evaluate during the run (eval_every=), or pass another key"  # the fix in error messages
+HISTORY = "pass the history of state, history = sim.run(...)"
 
 
 class Reached(NamedTuple):
@@ -54,8 +55,12 @@ class Reached(NamedTuple):
     round."""
 
 
+@checked
 def rounds_to_target(
-    records: Records, target: float, key: str = "accuracy", by: str = "round"
+    records: Records,
+    target: float,
+    key: Annotated[Text, Fix("an entry of the records")] = "accuracy",
+    by: By = "round",
 ) -> dict[str, list[Reached]]:
     """Computes when each run first reaches a target.
 
@@ -78,7 +83,6 @@ def rounds_to_target(
     >>> rounds_to_target({"FedAvg": history}, 0.7)
     {'FedAvg': [Reached(round=20, after=10)]}
     """
-    key, by = checks.text("key", key, "an entry of the records"), checks.choice("by", by, UNITS)
     target = checks.target("target", target, key)
     histories = by_run(records)
     reached: dict[str, list[Reached]] = {}
@@ -86,10 +90,7 @@ def rounds_to_target(
         pairs = zip(histories[name], seeds, strict=True)
         reached[name] = [_reached(spent(history, by, t), v, target, key) for history, (t, v) in pairs if t.size]
     if not any(reached.values()):
-        raise ConfigurationError(
-            f"rounds_to_target needs at least 1 round with {key!r}, got none: evaluate during the run (eval_every=), "
-            "or pass another key"
-        )
+        checks.refuse(f"rounds_to_target needs at least 1 round with {key!r}", "none", EVALUATE)
     return {name: seeds for name, seeds in reached.items() if seeds}
 
 
@@ -130,17 +131,13 @@ def spent(history: History, by: str, rounds: np.ndarray) -> np.ndarray:
     if by == "time":
         ((known, seconds),) = measured(runs, "time")[""]
         if not len(known):
-            raise ConfigurationError(
-                "records must have a time, got none: simulate with devices=fd.Devices(...) or "
-                f"clock=fd.clock.asynchronous(...), {fix}"
-            )
+            clock = "simulate with devices=fd.Devices(...) or clock=fd.clock.asynchronous(...)"
+            checks.refuse("records must have a time", "none", f"{clock}, {fix}")
         return np.interp(rounds, known, seconds[:, 0])
     ((known, up),), ((also, down),) = (measured(runs, f"{way}link_bytes")[""] for way in ("up", "down"))
     if not len(known) or len(known) != len(history) or len(also) != len(history):
-        raise ConfigurationError(
-            "records must have uplink_bytes and downlink_bytes in every round, got some without: run again with this "
-            f"version, {fix}"
-        )
+        needed = "uplink_bytes and downlink_bytes in every round"
+        checks.refuse(f"records must have {needed}", "some without", f"run again with this version, {fix}")
     return np.interp(rounds, known, np.cumsum(up[:, 0] + down[:, 0]) / 1e6)
 
 
@@ -155,9 +152,9 @@ def numbers(name: str, values: Any, lists: bool = False) -> np.ndarray:
     try:
         array = np.asarray(values, float)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # RuntimeError: a donated array
-        raise ConfigurationError(f"{name} must be {allowed}, got {checks.shown(values)} ({error})") from error
+        checks.refuse(f"{name} must be {allowed}", f"{checks.shown(values)} ({error})", cause=error)
     if array.ndim not in ((1, 2) if lists else (1,)) or 0 in array.shape[1:]:
-        raise ConfigurationError(f"{name} must be {allowed}, got {checks.shown(values)}")
+        checks.refuse(f"{name} must be {allowed}", checks.shown(values))
     return array
 
 
@@ -200,10 +197,8 @@ def by_run_and_seed(records: Any) -> dict[str, Seeds]:
     if kind == "record" or items == []:
         return _by_algorithm(items or []) or {"": {None: []}}
     items_type = f" of {type(items[0]).__name__}" if items else ""
-    raise ConfigurationError(
-        "records must be a history, a dict of histories, the path of a log or the result of fd.sweep, got a "
-        f"{type(records).__name__}{items_type}: pass the history of state, history = sim.run(...)"
-    )
+    allowed = "a history, a dict of histories, the path of a log or the result of fd.sweep"
+    checks.refuse(f"records must be {allowed}", f"a {type(records).__name__}{items_type}", HISTORY)
 
 
 def _is_run(item: Any) -> bool:
@@ -243,10 +238,8 @@ def _one_run(name: Any, value: Any) -> dict[str, Seeds]:
         return {"": _seeds(items) or {None: []}}
     if kind == "history":
         return {"": _numbered(items)}
-    raise ConfigurationError(
-        f"records[{name!r}] must be a history, a list of histories, the path of a log, a list of paths, or the result "
-        f"of fd.sweep, got a {type(value).__name__}: pass the history of state, history = sim.run(...)"
-    )
+    allowed = "a history, a list of histories, the path of a log, a list of paths, or the result of fd.sweep"
+    checks.refuse(f"records[{name!r}] must be {allowed}", f"a {type(value).__name__}", HISTORY)
 
 
 def _by_setting(runs: Sequence[Any]) -> dict[str, Seeds]:
@@ -261,9 +254,10 @@ def _by_setting(runs: Sequence[Any]) -> dict[str, Seeds]:
         name = ", ".join([run.algorithm, *setting] if several_algorithms else setting)
         seeds = by_name.setdefault(name, {})
         if run.seed in seeds:
-            raise ConfigurationError(
-                f"records must have one run for each setting and seed, got two of {name or run.algorithm} with seed "
-                f"{run.seed}: pass a dict from a name to the result of each sweep"
+            checks.refuse(
+                "records must have one run for each setting and seed",
+                f"two of {name or run.algorithm} with seed {run.seed}",
+                "pass a dict from a name to the result of each sweep",
             )
         seeds[run.seed] = run.history
     return by_name
@@ -281,10 +275,8 @@ def _one_log(name: Any, path: FilePath) -> Seeds:
     """The histories of a log with one algorithm."""
     algorithms = _by_algorithm(logs.read(path))
     if len(algorithms) > 1:
-        raise ConfigurationError(
-            f"records[{name!r}] must be the log of one algorithm, got {checks.listed(algorithms)}: pass the path "
-            "itself as records"
-        )
+        fix = "pass the path itself as records"
+        checks.refuse(f"records[{name!r}] must be the log of one algorithm", checks.listed(algorithms), fix)
     return next(iter(algorithms.values()), {None: []})
 
 

@@ -6,16 +6,17 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 
-from fedjax_drift import checks, logs, reprs
+from fedjax_drift import checks, logs, reprs, spec
 from fedjax_drift.data import files
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.model import Model
 from fedjax_drift.models import MODELS, TRAINED
 from fedjax_drift.models.pretrained import load_params
+from fedjax_drift.spec import Fix, checked
 from fedjax_drift.types import Params, Record
 
 CONFIG, MODEL = "config.json", "model.npz"
@@ -46,7 +47,12 @@ def model_file(output: Path, algorithm: str, seed: int | None = None) -> Path:
     return (folder if seed is None else folder / f"seed-{seed}") / MODEL
 
 
-def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed: int | None = None) -> LoadedRun:
+@checked
+def load_run(
+    folder: Annotated[str | os.PathLike[str], spec.GIVEN_PATH, Fix("the output folder of fedjax-drift run")],
+    algorithm: str | None = None,
+    seed: int | None = None,
+) -> LoadedRun:
     """Loads the settings, history, model and parameters of a run of ``fedjax-drift run``.
 
     To train the model further in your own simulation, use ``state = sim.init(key, params=run.params)``. To resume the
@@ -61,16 +67,19 @@ def load_run(folder: str | os.PathLike[str], algorithm: str | None = None, seed:
       ValueError: the folder is not the output folder of a run; ``algorithm`` or ``seed`` is missing although the run
         has several of them; the run does not have this algorithm or seed; or the algorithm has not finished.
     """
-    folder = checks.path("folder", folder, "the output folder of fedjax-drift run")
+    folder = Path(folder)
     try:
         with files.opened(folder / CONFIG) as config:
             settings = json.loads(config.read())
             algorithms, seeds = list(map(str, settings["algorithms"])), list(map(int, settings["seeds"]))
             model = _made(MODELS, settings["model"])
     except (ValueError, FileNotFoundError) as error:
-        raise ConfigurationError(
-            f"folder must be the output folder of fedjax-drift run, got {folder}, whose {CONFIG} can't be read: {error}"
-        ) from error
+        checks.refuse(
+            "folder must be the output folder of fedjax-drift run",
+            f"{folder}, whose {CONFIG} can't be read",
+            str(error),
+            error,
+        )
     if settings.get("train"):  # settings of earlier versions do not have it
         model = _with_base(model, settings, folder)
     algorithm = _chosen("algorithm", algorithm, algorithms, folder)
@@ -97,9 +106,10 @@ def _with_base(model: Model, settings: dict[str, Any], folder: Path) -> Model:
         ) from error
     model = _made(TRAINED, part, model, base=base, frozen_dtype=jnp.bfloat16 if settings["bfloat16"] else None)
     if model.frozen[0].checksum != part["base"]:
-        raise ConfigurationError(
-            f"{init or 'the initial model'} must have the parameters with which the run in {folder} was started, got "
-            f"others (checksum {model.frozen[0].checksum} instead of {part['base']}): restore the file of --init"
+        checks.refuse(
+            f"{init or 'the initial model'} must have the parameters with which the run in {folder} was started",
+            f"others (checksum {model.frozen[0].checksum} instead of {part['base']})",
+            "restore the file of --init",
         )
     return model
 
@@ -115,9 +125,7 @@ def _chosen(name: str, value: Any, allowed: Sequence[Any], folder: Path) -> Any:
     if value is None and len(allowed) == 1:
         return allowed[0]
     if value not in allowed:
-        raise ConfigurationError(
-            f"{name} must be one of the {name}s of the run in {folder}, {checks.listed(allowed)}, got {value}"
-        )
+        checks.refuse(f"{name} must be one of the {name}s of the run in {folder}, {checks.listed(allowed)}", value)
     return value
 
 

@@ -173,6 +173,7 @@ Shape = Annotated[tuple[int, ...], shape()]
 FloatingDtype = Annotated[Any, Spec(lambda name, value, fix: checks.floating_dtype(name, value), "dtype")]
 PATH = Spec(lambda name, value, fix: checks.path(name, value, fix).absolute(), "path")  # a pathlib.Path
 FOLDER = Spec(_folder, "path")  # the same, and no file
+GIVEN_PATH = Spec(checks.path, "path")  # not made absolute: for what is read or written at once
 Amount = Annotated[float, number("a finite number > 0", lambda v: v > 0, (0.5,), (0, -1), computed=False)]
 AmountOrZero = Annotated[float, number("a finite number >= 0", lambda v: v >= 0, (0, 0.5), (-1,), computed=False)]
 

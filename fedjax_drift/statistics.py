@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, spec
 from fedjax_drift.records import numbers
+from fedjax_drift.spec import AmountOrZero, Probability, checked
 
 __all__ = ["CONFIDENCE", "SIGNIFICANT", "Mean", "holm", "mean", "quantile"]
 
@@ -41,7 +41,10 @@ class Mean(NamedTuple):
         return self.value + self.half
 
 
-def mean(values: Sequence[float] | np.ndarray, rounding: float = 0.0, confidence: float = CONFIDENCE) -> Mean:
+@checked
+def mean(
+    values: Sequence[float] | np.ndarray, rounding: AmountOrZero = 0.0, confidence: Probability = CONFIDENCE
+) -> Mean:
     """The mean of some values, with its confidence interval (Student's t) and a t test.
 
     The values may be the scores of one method, one per seed. If they are the differences of two methods, one per seed,
@@ -56,16 +59,12 @@ def mean(values: Sequence[float] | np.ndarray, rounding: float = 0.0, confidence
     Returns:
       A `Mean` (value, half, p).
 
-    Raises:
-      ValueError: ``values`` is not a flat list of numbers, ``rounding`` is negative, or ``confidence`` is not in 0..1.
-
     >>> print("{:.2f} ± {:.2f}, p = {:.2f}".format(*mean([0.3, 0.1, 0.2])))
     0.20 ± 0.25, p = 0.07
     >>> "{:.2f} ± {:.2f}, p = {:.2f}".format(*mean([0.3, 0.1, 0.2], confidence=0.99))
     '0.20 ± 0.57, p = 0.07'
     """
-    values, rounding = numbers("values", values), checks.nonnegative("rounding", rounding, computed=False)
-    confidence = checks.probability("confidence", confidence)
+    values = numbers("values", values)
     if not np.isfinite(values).all():
         return Mean(math.nan, math.nan, math.nan)
     n, average = len(values), float(np.mean(values)) if len(values) else math.nan
@@ -80,13 +79,13 @@ def mean(values: Sequence[float] | np.ndarray, rounding: float = 0.0, confidence
     return Mean(average, quantile(n, confidence) * error, float(2 * t.sf(abs(average) / error, n - 1)))
 
 
-def quantile(n: int, confidence: float = CONFIDENCE) -> float:
+@checked
+def quantile(n: Annotated[int, spec.integer(2)], confidence: Probability = CONFIDENCE) -> float:
     """The quantile of Student's t with n - 1 >= 1 degrees of freedom for a confidence interval, by default of 95 %.
 
     >>> round(quantile(3), 3)
     4.303
     """
-    n, confidence = checks.integer("n", n, 2), checks.probability("confidence", confidence)
     from scipy.stats import t
 
     return float(t.ppf((1 + confidence) / 2, n - 1))
@@ -104,15 +103,12 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Returns:
       The corrected p-values, [n]. NaN stays NaN.
 
-    Raises:
-      ValueError: ``p_values`` is not a flat list of numbers, or one of them is outside 0..1.
-
     >>> holm([0.01, 0.04, 0.03])
     [0.03, 0.06, 0.06]
     """
     p_values = numbers("p_values", p_values).tolist()
     if wrong := [p for p in p_values if not math.isnan(p) and not 0 <= p <= 1]:
-        raise ConfigurationError(f"p_values must be in 0..1, or NaN without a test, got {wrong[0]}")
+        checks.refuse("p_values must be in 0..1, or NaN without a test", wrong[0])
     tests = sorted((p, i) for i, p in enumerate(p_values) if not math.isnan(p))
     corrected, largest = [math.nan] * len(p_values), 0.0
     for rank, (p, i) in enumerate(tests):

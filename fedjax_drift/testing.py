@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import checks, recipes
+from fedjax_drift import recipes, spec
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.mesh import clients_mesh
 from fedjax_drift.local import LocalTraining
@@ -18,6 +18,7 @@ from fedjax_drift.model import Model
 from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.simulation import programs
 from fedjax_drift.simulation.simulation import Simulation
+from fedjax_drift.spec import Fix, checked
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, ServerState, Work
 
 __all__ = ["CHECKS", "check_contract"]
@@ -31,7 +32,10 @@ COHORTS = ([0, 1, 2], [3, 4, 5], [1, 3, 5], [4, 2, 0], [5, 3, 1])  # given cohor
 SEED = 3  # with it, 3, 0, 1, 2 and 3 clients report in the five rounds of `check_rounds`
 
 
-def check_contract(algorithm: Algorithm) -> None:
+@checked
+def check_contract(
+    algorithm: Annotated[Algorithm, spec.instance(Algorithm), Fix("call the factory, such as fd.algorithms.fedavg()")],
+) -> None:
     """Checks that an algorithm keeps the contract of the library's algorithms.
 
     A federation with six clients of different sizes trains a small network for a few rounds, in which clients fail. The
@@ -57,7 +61,6 @@ def check_contract(algorithm: Algorithm) -> None:
     >>> from fedjax_drift.algorithms import fedavg
     >>> check_contract(fedavg())
     """
-    checks.instance("algorithm", algorithm, Algorithm, "call the factory, such as fd.algorithms.fedavg()")
     simulation = contract_simulation(algorithm)
     for check in CHECKS:
         check(simulation)

@@ -17,17 +17,30 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.devices.distributed import is_first
 from fedjax_drift.disk import replace_file
-from fedjax_drift.errors import ConfigurationError, MissingPackageError
+from fedjax_drift.errors import MissingPackageError
 from fedjax_drift.simulation.progress import Stop
+from fedjax_drift.spec import CountOrZero, Fix, Spec, Text, checked
 from fedjax_drift.types import Record
 
 IDS = "tracked.json"  # the ids of the tracked runs in a folder
 Status = Literal["finished", "failed", "killed"]
+Setting = Annotated[Mapping[str, Any], spec.instance(Mapping), Fix('pass {"lr": 0.1}, for example')]
+
+
+def _history(name: str, value: Any, fix: str) -> Any:
+    if isinstance(value, str | Mapping) or not isinstance(value, Sequence):
+        checks.refuse(f"{name} must be a history, or None", checks.shown(value), fix)
+    return value
+
+
+Before = Annotated[Sequence[Record], Spec(_history, "history")]
+Config = Annotated[Mapping[str, Any], spec.instance(Mapping, "a dict, or None"), Fix("pass sim.settings, for example")]
 
 
 class Track:
@@ -65,40 +78,27 @@ class Track:
         unless these, WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME say otherwise.
 
     Raises:
-      ValueError: an argument is out of range.
       ImportError: the package of the tracker is not installed.
     """
 
+    @checked
     def __init__(
         self,
         tracker: str,
-        folder: str | os.PathLike[str],
-        config: Mapping[str, Any] | None = None,
-        before: Sequence[Record] | None = None,
+        folder: Annotated[str | os.PathLike[str], spec.FOLDER, Fix('pass "runs/mine", for example')],
+        config: Config | None = None,
+        before: Annotated[Before, Fix("pass that of Checkpoints.restore")] | None = None,
         *,
-        name: str | None = None,
+        name: Text | None = None,
         **options: Any,
     ) -> None:
         needs_tracker(tracker)
         for option in options:
             allowed = TRACKERS[tracker].options
             if option not in allowed:
-                raise ConfigurationError(
-                    f"the options of {tracker} must be {checks.listed(allowed) or 'left out'}, got {option!r}"
-                )
-        self.folder = checks.path("folder", folder, f'Track({tracker!r}, "runs/mine")').absolute()
-        if self.folder.exists() and not self.folder.is_dir():
-            raise ConfigurationError(f"folder must be a folder, got the file {self.folder}: choose another name")
-        if not isinstance(config, Mapping | None):
-            raise ConfigurationError(
-                f"config must be a dict, or None, got {checks.shown(config)}: pass sim.settings, for example"
-            )
-        if before is not None and (isinstance(before, str | Mapping) or not isinstance(before, Sequence)):
-            raise ConfigurationError(
-                f"before must be a history, or None, got {checks.shown(before)}: pass that of Checkpoints.restore"
-            )
-        self.tracker, self.config, self.options = tracker, dict(config or {}), options
-        self.name = self.folder.name if name is None else checks.text("name", name)
+                checks.refuse(f"the options of {tracker} must be {checks.listed(allowed) or 'left out'}", repr(option))
+        self.folder, self.tracker, self.config, self.options = Path(folder), tracker, dict(config or {}), options
+        self.name = self.folder.name if name is None else name
         self.continues, self._stop = before is not None, signal.getsignal(signal.SIGINT)
         self._runs: dict[str, _Run] = {}
         for record in before or ():
@@ -107,23 +107,20 @@ class Track:
     def __call__(self, *call: Any) -> None:
         """Sends one record: ``track(record)``, or ``track(seed, setting, record)`` as `fedjax_drift.sweep` does."""
         if len(call) not in (1, 3):
-            raise ConfigurationError(
-                f"a call must be track(record) or track(seed, setting, record), got {len(call)} arguments"
-            )
+            checks.refuse("a call must be track(record) or track(seed, setting, record)", f"{len(call)} arguments")
         *labels, record = call
         record = _checked(record)
         self._stop = signal.getsignal(signal.SIGINT)  # that of `Simulation.run`, which returns normally after Ctrl-C
         record = dict(zip(("seed", "setting"), labels, strict=False)) | record
         self.start(record.pop("seed", None), record.pop("setting", None), record)
 
-    def start(self, seed: int | None = None, setting: Mapping[str, Any] | None = None, *records: Record) -> None:
+    @checked
+    def start(self, seed: CountOrZero | None = None, setting: Setting | None = None, *records: Record) -> None:
         """Creates the tracked run of a seed and setting now, and sends it records.
 
         Otherwise the first record creates it, and the ``seconds`` of the second round include the time of that.
         """
-        if setting is not None:
-            checks.instance("setting", setting, Mapping, 'pass {"lr": 0.1}, for example')  # type: ignore[type-abstract]
-        labels = dict(setting or {}) | ({} if seed is None else {"seed": checks.integer("seed", seed, 0)})
+        labels = dict(setting or {}) | ({} if seed is None else {"seed": seed})
         sent = [_checked(record) for record in records]
         parts = [f"seed-{value}" if key == "seed" else f"{key}={value}" for key, value in labels.items()]
         name = "-".join([self.name, *parts])
@@ -133,9 +130,9 @@ class Track:
             if not run.failed:
                 run.send()
 
+    @checked
     def close(self, status: Status = "finished") -> None:
         """Closes the tracked runs as "finished", "failed" or "killed". The end of a ``with`` block calls it."""
-        checks.choice("status", status, get_args(Status))
         stopped = isinstance(self._stop, Stop) and self._stop.requested
         while self._runs:
             self._runs.popitem()[1].close("killed" if stopped and status == "finished" else status)
@@ -151,9 +148,7 @@ def _checked(record: Any) -> Record:
     """The record. Raises ValueError unless it is a dict with a round."""
     number = record.get("round") if isinstance(record, Mapping) else None
     if not isinstance(number, int) or isinstance(number, bool):
-        raise ConfigurationError(
-            f"a record must be a dict with a round, got {checks.shown(record)}: pass one record of a history"
-        )
+        checks.refuse("a record must be a dict with a round", checks.shown(record), "pass one record of a history")
     return dict(record)
 
 

@@ -22,7 +22,7 @@ from fedjax_drift.cli.flags import add
 from fedjax_drift.cli.values import count, count0, local_path
 from fedjax_drift.disk import replacing
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.records import by_seed
+from fedjax_drift.records import By, by_seed
 from fedjax_drift.run_folder import CONFIG
 
 
@@ -64,21 +64,20 @@ def output_folder(args: argparse.Namespace, *names: str) -> Path:
     if not fd.distributed.is_first():
         return path
     if path.exists() and not path.is_dir():
-        raise ConfigurationError(f"--output must be a folder, got the file {path}: choose another path")
+        checks.refuse("--output must be a folder", f"the file {path}", "choose another path")
     existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigurationError(
-            f"--output must be a folder where files can be written, got {path} ({existing} is not writable): choose "
-            "another folder"
+        checks.refuse(
+            "--output must be a folder where files can be written",
+            f"{path} ({existing} is not writable)",
+            "choose another folder",
         )
     if path.is_dir() and any(path.iterdir()) and not args.force:
         again = ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):
             again = f", or resume it: {shlex.join(resume_words(path, shlex.split(command_of(path))[1]))}"
-        raise ConfigurationError(
-            f"--output must be a new or empty folder, got {path}, which has files: choose another folder, add --force "
-            f"to replace the files of an earlier run{again}"
-        )
+        fix = f"choose another folder, add --force to replace the files of an earlier run{again}"
+        checks.refuse("--output must be a new or empty folder", f"{path}, which has files", fix)
     return path
 
 
@@ -101,7 +100,7 @@ def write_results(
     output: Path,
     records: Mapping[str, Sequence[Mapping[str, Any]]],
     per_client: Mapping[str, Mapping[str, np.ndarray]],
-    goal: tuple[float | None, str],
+    goal: tuple[float | None, By],
     data: fd.FederatedData,
 ) -> list[str]:
     """Writes the tables and plots for which the records have numbers, and returns the names of the files.

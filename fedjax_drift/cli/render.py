@@ -14,7 +14,7 @@ import numpy as np
 import fedjax_drift as fd
 from fedjax_drift.cli.flags import DATASET
 from fedjax_drift.plots.bands import BANDS
-from fedjax_drift.records import by_seed
+from fedjax_drift.records import By, by_seed
 
 
 def show_error(error: object) -> None:
@@ -66,7 +66,7 @@ def heading(config: Mapping[str, Any], output: Path) -> str:
     })  # fmt: skip
 
 
-def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None = None, by: str = "round") -> str:
+def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | None = None, by: By = "round") -> str:
     """Returns one line per algorithm, and a second line if it also keeps the mean of its clients' models.
 
     The seconds per round are a median, so that the compilation in the first round has no effect. With several seeds,
@@ -96,7 +96,7 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
     return "\n".join(lines)
 
 
-def _met(runs: Mapping[str, Sequence[Any]], target: float, by: str) -> dict[str, str]:
+def _met(runs: Mapping[str, Sequence[Any]], target: float, by: By) -> dict[str, str]:
     """Returns when each algorithm first reaches the target, as a mean over seeds.
 
     ">" means that at least one seed does not reach it.

@@ -9,10 +9,10 @@ import math
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, spec
 from fedjax_drift.plots.axis import mark_outside, readable, use_log_scale
 from fedjax_drift.plots.lines import Line
 from fedjax_drift.plots.looks import fill, ink, look
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-FilePath = str | os.PathLike[str] | None
+FilePath = Annotated[str | os.PathLike[str], spec.GIVEN_PATH] | None
 
 SHOWN_MARKERS, ALL_MARKERS = 30, 400  # lines have no markers if one of them, or all, have more points
 FONT_SIZE = 10  # points; the sizes of figures are for this size
@@ -57,10 +57,10 @@ def figure_of_panels(
     if not panels:
         notes = [f"{run} {line.note}".strip() for panel in every for run, line in panel.lines.items() if line.note]
         if notes:
-            raise ConfigurationError(
-                f"{name} needs at least 1 round with finite values, got none: {notes[0]}; lower the learning rate"
+            checks.refuse(
+                f"{name} needs at least 1 round with finite values", "none", f"{notes[0]}; lower the learning rate"
             )
-        raise ConfigurationError(f"{name} needs at least 1 round that was measured, got none: {fix}")
+        checks.refuse(f"{name} needs at least 1 round that was measured", "none", fix)
     figure = new_figure({1: 6.0, 2: 9.0}.get(len(panels), 4.2 * len(panels)), 4.2, style)
     drawn: dict[str, Line2D] = {}
     groups: dict[str, list[tuple[Panel, Axes]]] = {}  # y label -> the panels that share the scale
@@ -276,10 +276,8 @@ def finished(figure: Figure, path: FilePath) -> Figure:
     """Breaks long labels, writes the figure to the path, unless the path is None, and returns the figure."""
     wrap_texts(figure)
     if path is not None:
-        file, formats = checks.path("path", path), figure.canvas.get_supported_filetypes()
+        file, formats = Path(path), figure.canvas.get_supported_filetypes()
         if (suffix := file.suffix[1:].lower()) and suffix not in formats:
-            raise ConfigurationError(
-                f"path must end in one of {', '.join(sorted(formats))}, got {file}: .png, for example"
-            )
+            checks.refuse(f"path must end in one of {', '.join(sorted(formats))}", file, ".png, for example")
         figure.savefig(file, dpi=150)
     return figure

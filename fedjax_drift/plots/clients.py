@@ -11,7 +11,6 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.data_distance import distances
 from fedjax_drift.measures.personal import summary
 from fedjax_drift.plots.canvas import (
@@ -28,8 +27,9 @@ from fedjax_drift.plots.canvas import (
 )
 from fedjax_drift.plots.lines import Line
 from fedjax_drift.plots.looks import COLOURS, fill, ink
-from fedjax_drift.plots.style import DEFAULT, Style, checked
+from fedjax_drift.plots.style import DEFAULT, AnyStyle, Data
 from fedjax_drift.records import History, by_run, measured, numbers
+from fedjax_drift.spec import Share, Text, checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,8 @@ SHOWN_CLIENTS = 50
 SHOWN_ROUNDS = 30
 
 
-def fairness(scores: Mapping[str, Any], path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
+@checked
+def fairness(scores: Mapping[str, Any], path: FilePath = None, *, style: AnyStyle = DEFAULT) -> Figure:
     """Plots the accuracy of every client on its own test examples, sorted, the worst client first.
 
     If there is no accuracy, it plots the loss. A second panel shows the values of the clients' own models, if they were
@@ -57,9 +58,9 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None, *, style: Style =
     single = isinstance(scores, Mapping) and not any(isinstance(value, Mapping) for value in scores.values())
     named = {"": scores} if single else scores
     if not isinstance(named, Mapping) or not all(isinstance(result, Mapping) for result in named.values()):
-        raise ConfigurationError(
-            f"scores must be the result of Simulation.evaluate_clients(state), or a dict of such results, got "
-            f"{type(scores).__name__}"
+        checks.refuse(
+            "scores must be the result of Simulation.evaluate_clients(state), or a dict of such results",
+            type(scores).__name__,
         )
     key = "accuracy" if any("accuracy" in result for result in named.values()) else "loss"
     ylabel = "Accuracy on own test data (%)" if key == "accuracy" else "Loss on own test data"
@@ -72,14 +73,12 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None, *, style: Style =
         for entry in titles:
             panels[entry][label] = _worst_first(values[entry], key)._replace(note=note)
     if not any(line.x.size for lines in panels.values() for line in lines.values()):
-        raise ConfigurationError(
-            "fairness needs the scores of at least 1 client, got none: pass evaluate_clients(state)"
-        )
+        checks.refuse("fairness needs the scores of at least 1 client", "none", "pass evaluate_clients(state)")
     figure = figure_of_panels(
         "fairness",
         [Panel(title, ylabel, panels[entry], steps=True) for entry, title in titles.items()],
         "pass evaluate_clients(state) of a federation with test examples",
-        checked(style),
+        style,
         "Clients, the worst first (%)",
         "Mean of the worst 10 % of the clients",
     )
@@ -89,13 +88,14 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None, *, style: Style =
     return finished(figure, path)
 
 
+@checked
 def label_mix(
     history: History | str | os.PathLike[str],
     path: FilePath = None,
     *,
-    title: str = "Label mix of the cohort",
-    largest: float | None = None,
-    style: Style = DEFAULT,
+    title: Text = "Label mix of the cohort",
+    largest: Share | None = None,
+    style: AnyStyle = DEFAULT,
 ) -> Figure:
     """Plots the label distribution of the cohort's examples in each round (FedEve, fig. 3a).
 
@@ -113,25 +113,21 @@ def label_mix(
       style: only its ``figsize`` has an effect.
 
     Raises:
-      ValueError: no round has a label mix, or an argument is out of range.
+      ValueError: no round has a label mix, or ``largest`` is smaller than a share.
     """
     run = next(iter(by_run(history).values()), [[]])[0]
-    title = checks.text("title", title)
-    if largest is not None:
-        largest = checks.number("largest", largest, "in (0, 1]", lambda v: 0 < v <= 1, computed=False)
     with_labels = [record for record in run if "label_mix" in record]
     if not with_labels:
-        raise ConfigurationError(
-            f"label_mix needs at least 1 round with a label mix, got none: {MEASURE.format('labels')}"
-        )
+        checks.refuse("label_mix needs at least 1 round with a label mix", "none", MEASURE.format("labels"))
     every = -(-len(with_labels) // SHOWN_ROUNDS)
     shown = with_labels[::every]
     ((_, mixes),) = measured({"": [shown]}, "label_mix")[""]
     share = 100 * mixes  # [T, C]
     if largest is not None and share.max() > 100 * largest * (1 + 1e-6):
-        raise ConfigurationError(
-            f"largest must be at least the largest share of this history, {share.max() / 100:.3g}, got {largest:g}: "
-            "pass the largest share of all histories that you compare"
+        checks.refuse(
+            f"largest must be at least the largest share of this history, {share.max() / 100:.3g}",
+            f"{largest:g}",
+            "pass the largest share of all histories that you compare",
         )
     T, C = share.shape
     width, height = 9.5, min(max(4.0, 0.2 * C), 9.0)
@@ -140,7 +136,7 @@ def label_mix(
     diameter = max(16.0, min(0.8 * 72 * width / T, 0.8 * 72 * height / C, 30.0))
     point = diameter**2 / (share.max() if largest is None else 100 * largest)  # area of a share of 1 %
 
-    figure = new_figure(width, height, checked(style))
+    figure = new_figure(width, height, style)
     axes = figure.subplots()
     t, c = np.nonzero(share > 0)
     rounds = np.array([record["round"] for record in shown])
@@ -157,22 +153,18 @@ def label_mix(
     return finished(figure, path)
 
 
-def federation(data: FederatedData, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
+@checked
+def federation(data: Data, path: FilePath = None, *, style: AnyStyle = DEFAULT) -> Figure:
     """Plots the number of training examples of all clients and, for integer labels, their label distributions.
 
     The label distributions are shown for at most 50 clients, whose ids are evenly spaced. They need one label per
     example. A third panel shows how far the label distribution of each client is from that of the federation
     (`fd.measures.distances`).
 
-    path: as in `curves`. style: only its ``figsize`` has an effect. Raises ValueError if ``data`` is not a
-    `FederatedData`.
+    path: as in `curves`. style: only its ``figsize`` has an effect.
     """
-    if not isinstance(data, FederatedData):
-        raise ConfigurationError(
-            f"data must be of type FederatedData, got {type(data).__name__}: pass sim.data, for example"
-        )
     labelled = np.issubdtype(data.y.dtype, np.integer) and data.y.ndim == 1
-    figure = new_figure(10.0 if labelled else 5.0, 6.4 if labelled else 5.0, checked(style))
+    figure = new_figure(10.0 if labelled else 5.0, 6.4 if labelled else 5.0, style)
     if labelled:
         panels = figure.subplot_mosaic([["mix", "sizes"], ["mix", "far"]], width_ratios=(3, 2))
         draw_label_mixes(data, panels["mix"], figure)

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.plots.canvas import FilePath, finished, new_figure
-from fedjax_drift.plots.style import DEFAULT, Style, checked
+from fedjax_drift.plots.style import DEFAULT, AnyStyle, Data
+from fedjax_drift.spec import Count, checked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,14 +19,15 @@ SHOWN_CLIENTS = 5
 MOST_IMAGES = 600
 
 
+@checked
 def examples(
-    data: FederatedData,
+    data: Data,
     clients: Sequence[int | str] | None = None,
     rounds: Sequence[int] = (0,),
-    each: int = 6,
+    each: Count = 6,
     path: FilePath = None,
     *,
-    style: Style = DEFAULT,
+    style: AnyStyle = DEFAULT,
 ) -> Figure:
     """Plots training images as the model gets them, with their labels. A row is a client.
 
@@ -45,23 +45,20 @@ def examples(
     Raises:
       ValueError: the examples are not images, a client or a round is out of range, or there are more than 600 images.
     """
-    if not isinstance(data, FederatedData):
-        raise ConfigurationError(f"data must be FederatedData, got {type(data).__name__}")
     shape = data.x.shape[1:]
     if len(shape) not in (2, 3) or len(shape) == 3 and shape[2] not in (1, 3):
-        raise ConfigurationError(f"examples needs images [H, W], [H, W, 1] or [H, W, 3], got examples of {[*shape]}")
-    each = checks.integer("each", each, 1)
+        checks.refuse("examples needs images [H, W], [H, W, 1] or [H, W, 3]", f"examples of {[*shape]}")
     if clients is None:
         N = data.num_clients
         clients = np.unique(np.linspace(0, N - 1, min(N, SHOWN_CLIENTS)).astype(int)).tolist()
     if not len(clients) or not len(rounds) or len(clients) * len(rounds) * each > MOST_IMAGES:
-        raise ConfigurationError(
-            f"examples needs 1 to {MOST_IMAGES} images, got {len(clients)} clients x {len(rounds)} rounds x {each}"
+        checks.refuse(
+            f"examples needs 1 to {MOST_IMAGES} images", f"{len(clients)} clients x {len(rounds)} rounds x {each}"
         )
     shown = [[[a[:each] for a in data.examples(client, t)] for t in rounds] for client in clients]
     low, high = (f([f(x) for row in shown for x, _ in row]) for f in (np.min, np.max))
     width, height = (len(rounds) * (each + 0.3), len(clients) * 1.35 + 0.3)
-    figure = new_figure(max(3.0, 0.75 * width), max(1.5, 0.75 * height), checked(style))
+    figure = new_figure(max(3.0, 0.75 * width), max(1.5, 0.75 * height), style)
     parts = figure.subfigures(1, len(rounds), squeeze=False)[0]
     for column, (part, t) in enumerate(zip(parts, rounds, strict=True)):
         if len(rounds) > 1:

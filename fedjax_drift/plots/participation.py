@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.plots.canvas import FilePath, add_grid, finished, hide_frame, new_figure
 from fedjax_drift.plots.looks import fill, ink
-from fedjax_drift.plots.style import DEFAULT, Style, checked
+from fedjax_drift.plots.style import DEFAULT, AnyStyle
+from fedjax_drift.spec import Count, checked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 MOST_ROWS, MOST_COLUMNS = 400, 800  # cells of the picture; with more clients or rounds, a cell stands for several
 
 
-def participation(cohorts: Sequence[Any], num_clients: int, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
+@checked
+def participation(
+    cohorts: Sequence[Any], num_clients: Count, path: FilePath = None, *, style: AnyStyle = DEFAULT
+) -> Figure:
     """Plots which clients took part in which round, and how often each client did.
 
     In the first panel a row is a client and a column is a round. With more than 400 clients or 800 rounds, a cell
@@ -35,12 +38,10 @@ def participation(cohorts: Sequence[Any], num_clients: int, path: FilePath = Non
     Raises:
       ValueError: there is no round, or an id is out of range.
     """
-    N = checks.integer("num_clients", num_clients, 1)
+    N = num_clients
     rounds = isinstance(cohorts, list | tuple) or isinstance(cohorts, np.ndarray) and cohorts.ndim
     if not rounds or not len(cohorts):
-        raise ConfigurationError(
-            f"cohorts must be a list with at least 1 round, got {checks.shown(cohorts)}: pass a list of infos"
-        )
+        checks.refuse("cohorts must be a list with at least 1 round", checks.shown(cohorts), "pass a list of infos")
     taken = [_ids(cohort, N) for cohort in cohorts]
     T = len(taken)
     rows, columns = -(-N // -(-N // MOST_ROWS)), -(-T // -(-T // MOST_COLUMNS))
@@ -49,7 +50,7 @@ def participation(cohorts: Sequence[Any], num_clients: int, path: FilePath = Non
         cells[:, t * columns // T] += np.bincount(ids * rows // N, minlength=rows)
     counts = np.bincount(np.concatenate(taken), minlength=N)
 
-    figure = new_figure(10.0, 5.0, checked(style))
+    figure = new_figure(10.0, 5.0, style)
     when, often = figure.subplots(1, 2, width_ratios=(4, 1), sharey=True)
     extent = (-0.5, T - 0.5, N - 0.5, -0.5)
     image: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "cmap": "Blues", "vmin": 0}
@@ -70,7 +71,5 @@ def _ids(cohort: Any, N: int) -> np.ndarray:
     ids = checks.array("a cohort", cohort["cohort"] if isinstance(cohort, Mapping) and "cohort" in cohort else cohort)
     ids = ids if ids.size else np.zeros(0, int)
     if ids.ndim != 1 or ids.dtype.kind not in "iu" or (ids.size and not -1 <= ids.min() <= ids.max() < N):
-        raise ConfigurationError(
-            f"a cohort must be the info of a round, or client ids in 0..{N - 1}, got {checks.shown(cohort)}"
-        )
+        checks.refuse(f"a cohort must be the info of a round, or client ids in 0..{N - 1}", checks.shown(cohort))
     return ids[ids >= 0]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 
-from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, spec
 from fedjax_drift.measures.planes import LossPlane
 from fedjax_drift.plots.canvas import FilePath, finished, new_figure
 from fedjax_drift.plots.looks import COLOURS, MARKERS
-from fedjax_drift.plots.style import DEFAULT, Style, checked
+from fedjax_drift.plots.style import DEFAULT, AnyStyle
+from fedjax_drift.spec import Fix, checked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,7 +20,14 @@ LEVELS = 24
 SIZE, SMALLEST, LARGEST = 5.2, 2.0, 8.0  # inches: the width of the axes, and the limits of their height
 
 
-def loss_plane(plane: LossPlane, path: FilePath = None, *, key: str = "loss", style: Style = DEFAULT) -> Figure:
+@checked
+def loss_plane(
+    plane: Annotated[LossPlane, spec.instance(LossPlane), Fix("pass fd.measures.loss_plane(sim, states)")],
+    path: FilePath = None,
+    *,
+    key: Literal["loss", "accuracy"] = "loss",
+    style: AnyStyle = DEFAULT,
+) -> Figure:
     """Plots the loss on the plane through three models as filled contours, with the models as markers.
 
     Both axes have the same scale. If the loss is positive, the contours are closer together where it is small: their
@@ -33,12 +40,11 @@ def loss_plane(plane: LossPlane, path: FilePath = None, *, key: str = "loss", st
       style: only its ``figsize`` has an effect.
 
     Raises:
-      ValueError: ``plane`` is anything else, no value is finite, or the model has no accuracy.
+      ValueError: no value is finite, or the model has no accuracy.
     """
-    checks.instance("plane", plane, LossPlane, "pass fd.measures.loss_plane(sim, states)")
-    values = plane.accuracy if checks.choice("key", key, ("loss", "accuracy")) == "accuracy" else plane.loss
+    values = plane.accuracy if key == "accuracy" else plane.loss
     if values is None or not np.isfinite(values).any():
-        raise ConfigurationError(f'plane needs at least 1 finite {key}, got none: pass key="loss", or other models')
+        checks.refuse(f"plane needs at least 1 finite {key}", "none", 'pass key="loss", or other models')
     from matplotlib.patheffects import withStroke
 
     values = np.ma.masked_invalid(100 * values if key == "accuracy" else values)
@@ -46,7 +52,7 @@ def loss_plane(plane: LossPlane, path: FilePath = None, *, key: str = "loss", st
     high = high if high > low else low + 1e-6 * max(1, abs(low))
     spaced = np.geomspace if key == "loss" and low > 0 else np.linspace
     height = SIZE * np.ptp(plane.y) / np.ptp(plane.x)
-    figure = new_figure(SIZE + 1.6, float(np.clip(height, SMALLEST, LARGEST)) + 0.9, checked(style))
+    figure = new_figure(SIZE + 1.6, float(np.clip(height, SMALLEST, LARGEST)) + 0.9, style)
     axes = figure.subplots()
     colours = "viridis" if key == "accuracy" else "viridis_r"  # the better, the lighter
     areas = axes.contourf(plane.x, plane.y, values, levels=spaced(low, high, LEVELS), cmap=colours)

@@ -6,8 +6,6 @@ import math
 from typing import TYPE_CHECKING
 
 from fedjax_drift import checks
-from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.plots.canvas import (
     MEASURE,
     FilePath,
@@ -22,9 +20,10 @@ from fedjax_drift.plots.canvas import (
 from fedjax_drift.plots.clients import draw_label_mixes
 from fedjax_drift.plots.lines import by_round
 from fedjax_drift.plots.looks import look
-from fedjax_drift.plots.style import DEFAULT, Style, checked
+from fedjax_drift.plots.style import DEFAULT, AnyStyle, Data
 from fedjax_drift.plots.training import CLIENT_DRIFT, bar_labels, draw_bars, height_of_bars
 from fedjax_drift.records import Records, by_run, rounds_to_target
+from fedjax_drift.spec import checked
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,8 +32,9 @@ if TYPE_CHECKING:
 MARKERS_PER_LINE = 12
 
 
+@checked
 def drift_story(
-    records: Records, target: float, data: FederatedData, path: FilePath = None, *, style: Style = DEFAULT
+    records: Records, target: float, data: Data, path: FilePath = None, *, style: AnyStyle = DEFAULT
 ) -> Figure:
     """Plots client drift, and how much is gained by correcting it, in four panels.
 
@@ -58,14 +58,10 @@ def drift_story(
       ValueError: the labels are not integers with one label per example, the target is not an accuracy, or no round has
         an accuracy or a client drift.
     """
-    checks.instance("data", data, FederatedData, "pass sim.data, for example")
     reached, runs, target = rounds_to_target(records, target), by_run(records), float(target)
-    style = checked(style)
     drift = Panel(CLIENT_DRIFT, "Squared gradient norm", by_round(runs, "client_drift", style, log=True), log=True)
     if not any(line.x.size for line in drift.lines.values()):
-        raise ConfigurationError(
-            f"drift_story needs at least 1 round that was measured, got none: {MEASURE.format('gradients')}"
-        )
+        checks.refuse("drift_story needs at least 1 round that was measured", "none", MEASURE.format("gradients"))
     percent = by_round(runs, "accuracy", style, 100)
     accuracy = Panel("Test accuracy of the global model", "Test accuracy (%)", percent, guide=100 * target)
     labels = bar_labels(dict.fromkeys(reached, ""))  # the legend says which runs diverged

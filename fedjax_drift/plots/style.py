@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Literal
 
-from fedjax_drift import checks, spec
+from fedjax_drift import spec
+from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.spec import Amount, Count, Fix
 
 Band = Literal["interval", "deviation", "range"]
@@ -19,8 +20,6 @@ class Style:
 
     The label of the x axis says how the rounds were smoothed, and which band is drawn. Plots without lines, such as
     `federation`, only use ``figsize``.
-
-    Raises ValueError if a value is not allowed.
 
     Attributes:
       smooth: The number of measured rounds in a window, >= 1. A point of a line is the mean of one window. All windows
@@ -41,9 +40,5 @@ class Style:
 
 
 DEFAULT = Style()
-
-
-def checked(style: Style) -> Style:
-    """Returns the style. Raises ConfigurationError unless it is a `Style`."""
-    checks.instance("style", style, Style, "pass fd.plots.Style(smooth=..., band=..., figsize=...)")
-    return style
+AnyStyle = Annotated[Style, spec.instance(Style), Fix("pass fd.plots.Style(smooth=..., band=..., figsize=...)")]
+Data = Annotated[FederatedData, spec.instance(FederatedData), Fix("pass sim.data, for example")]

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks, reprs
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, reprs, spec
 from fedjax_drift.plots.axis import mark_outside, readable
 from fedjax_drift.plots.canvas import (
     CROSS,
@@ -25,8 +24,9 @@ from fedjax_drift.plots.canvas import (
 )
 from fedjax_drift.plots.lines import Line, lines_of, trailing_note, within
 from fedjax_drift.plots.looks import ink, look
-from fedjax_drift.plots.style import DEFAULT, Style, checked
+from fedjax_drift.plots.style import DEFAULT, AnyStyle, Style
 from fedjax_drift.records import numbers
+from fedjax_drift.spec import Text, checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,13 +48,14 @@ class Compared(NamedTuple):
         return reprs.fields(self)
 
 
+@checked
 def compared(
-    settings: Sequence[Compared],
-    ylabel: str,
+    settings: Annotated[Sequence[Compared], spec.instance(Sequence, "a list of Compared values")],
+    ylabel: Text,
     path: FilePath = None,
     *,
     limits: tuple[float, float] | None = None,
-    style: Style = DEFAULT,
+    style: AnyStyle = DEFAULT,
 ) -> Figure:
     """Plots the training curves behind a paper's table, one panel for each setting that has data.
 
@@ -71,15 +72,9 @@ def compared(
       path, style: as in `curves`.
 
     Raises:
-      ValueError: there are no data, or an argument is not allowed.
+      ValueError: there are no data.
     """
-    if not isinstance(settings, Sequence):
-        raise ConfigurationError(f"settings must be a list of Compared values, got {checks.shown(settings)}")
-    style, settings, ylabel = (
-        checked(style),
-        [_of_numbers(setting) for setting in settings],
-        checks.text("ylabel", ylabel),
-    )
+    settings = [_of_numbers(setting) for setting in settings]
     methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
     shown = [
         (setting, panel)
@@ -88,9 +83,7 @@ def compared(
         if any(line.x.size for line in panel.lines.values())
     ]
     if not shown:
-        raise ConfigurationError(
-            "compared needs at least 1 round of a run, got none: pass (rounds, values) of each seed"
-        )
+        checks.refuse("compared needs at least 1 round of a run", "none", "pass (rounds, values) of each seed")
     columns = min(3, len(shown))
     rows = math.ceil(len(shown) / columns)
     figure = new_figure(4.4 * columns + 0.6, 3.2 * rows + 0.3, style)
@@ -189,16 +182,14 @@ def _of_numbers(setting: Any) -> Compared:
         )
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         allowed = "Compared values, with (rounds, values) for each seed and with pairs of numbers"
-        raise ConfigurationError(f"settings must be {allowed}, got {checks.shown(setting)} ({error})") from error
+        checks.refuse(f"settings must be {allowed}", f"{checks.shown(setting)} ({error})", cause=error)
     return Compared(checks.text("a setting's title", setting.title), runs, printed, reached)
 
 
 def _curve(rounds: Any, values: Any) -> tuple[list[int], list[float]]:
     points = [checks.integer("a round", t, 0) for t in rounds], numbers("values", values).tolist()
     if len(points[0]) != len(points[1]):
-        raise ConfigurationError(
-            f"values must have one value per round, got {len(points[1])} values for {len(points[0])} rounds"
-        )
+        checks.refuse("values must have one value per round", f"{len(points[1])} values for {len(points[0])} rounds")
     return points
 
 

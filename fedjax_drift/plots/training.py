@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.plots.canvas import (
     MEASURE,
     FilePath,
@@ -21,9 +20,10 @@ from fedjax_drift.plots.canvas import (
 )
 from fedjax_drift.plots.lines import by_epoch, by_round, divergence, from_round_one, over
 from fedjax_drift.plots.looks import ink, look
-from fedjax_drift.plots.style import DEFAULT, Style, checked
-from fedjax_drift.records import UNITS, Reached, Records, Runs, by_run, measured, numbers
+from fedjax_drift.plots.style import DEFAULT, AnyStyle, Style
+from fedjax_drift.records import UNITS, By, Reached, Records, Runs, by_run, measured, numbers
 from fedjax_drift.records import rounds_to_target as reached_rounds
+from fedjax_drift.spec import Fix, Spec, checked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,13 +35,23 @@ AXIS = {"round": "Round", "time": "Virtual time (s)", "megabytes": "Megabytes se
 CLIENT_DRIFT = "Client drift after the last local epoch"
 
 
+def _labels(name: str, value: Any, fix: str) -> dict[str, str]:
+    if not checks.instance(name, value, Mapping, fix):  # type: ignore[type-abstract]
+        checks.refuse(f"{name} must have at least one entry", "{}", fix)
+    return {checks.text(f"{name}'s entry", key): checks.text(f"{name}[{key!r}]", label) for key, label in value.items()}
+
+
+Labels = Annotated[Mapping[str, str], Spec(_labels, "labels"), Fix('pass {"perplexity": "Perplexity"}, for example')]
+
+
+@checked
 def curves(
     records: Records,
     path: FilePath = None,
     *,
-    x: str = "round",
-    y: Mapping[str, str] | None = None,
-    style: Style = DEFAULT,
+    x: By = "round",
+    y: Labels | None = None,
+    style: AnyStyle = DEFAULT,
 ) -> Figure:
     """Plots test accuracy (in percent) and training loss against rounds, seconds or megabytes, one line per run.
 
@@ -58,11 +68,13 @@ def curves(
       style: how the rounds are smoothed, which band is drawn, and the size of the figure. Default: `Style()`.
 
     Raises:
-      ValueError: the records have no round with finite values, or an argument is not allowed.
+      ValueError: the records have no round with finite values.
     """
-    checks.choice("x", x, UNITS)
-    runs, style = by_run(records), checked(style)
-    panels = usual_panels(runs, style) if y is None else chosen_panels(y, runs, style)
+    runs = by_run(records)
+    if y is None:
+        panels = usual_panels(runs, style)
+    else:
+        panels = [Panel("", label, by_round(runs, key, style)) for key, label in y.items()]
     panels = [panel._replace(lines=over(x, panel.lines, runs), counts=x == "round") for panel in panels]
     hint = "pass {name: history of Simulation.run}"
     return finished(figure_of_panels("curves", panels, hint, style, AXIS[x]), path)
@@ -78,16 +90,8 @@ def usual_panels(runs: Runs, style: Style) -> list[Panel]:
     return [tested, Panel("Training loss, mean of the cohort", loss, by_round(runs, "train_loss", style))]
 
 
-def chosen_panels(y: Mapping[str, str], runs: Runs, style: Style) -> list[Panel]:
-    """A panel for each entry of the records. y: a dict from the entry to the label of its axis."""
-    fix = 'pass {"perplexity": "Perplexity"}, for example'
-    if not checks.instance("y", y, Mapping, fix):  # type: ignore[type-abstract]
-        raise ConfigurationError(f"y must have at least one entry, got {{}}: {fix}")
-    labels = {checks.text("y's entry", key): checks.text(f"y[{key!r}]", label) for key, label in y.items()}
-    return [Panel("", label, by_round(runs, key, style)) for key, label in labels.items()]
-
-
-def drift(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
+@checked
+def drift(records: Records, path: FilePath = None, *, style: AnyStyle = DEFAULT) -> Figure:
     """Plots period drift, client drift after the last local epoch, and dissimilarity against rounds.
 
     Period drift (FedEve, eq. 3) and client drift (FedEve, eq. 4) are squared norms of differences of gradients, see
@@ -95,7 +99,7 @@ def drift(records: Records, path: FilePath = None, *, style: Style = DEFAULT) ->
 
     records, path, style: as in `curves`. Raises ValueError if no round has any of these measures.
     """
-    runs, style = by_run(records), checked(style)
+    runs = by_run(records)
     squared = "Squared gradient norm"
     panels = (
         Panel("Period drift", squared, by_round(runs, "period_drift", style, log=True), log=True),
@@ -107,14 +111,15 @@ def drift(records: Records, path: FilePath = None, *, style: Style = DEFAULT) ->
     return finished(figure_of_panels("drift", panels, MEASURE.format("gradients"), style), path)
 
 
-def updates(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
+@checked
+def updates(records: Records, path: FilePath = None, *, style: AnyStyle = DEFAULT) -> Figure:
     """Plots the norm of the clients' updates, and their cosine with the mean update, against rounds.
 
     Both are means over the cohort, after the last local epoch.
 
     records, path, style: as in `curves`. Raises ValueError if no round has these measures.
     """
-    runs, style = by_run(records), checked(style)
+    runs = by_run(records)
     panels = (
         Panel("Norm of client updates", "Norm, mean of the cohort", by_round(runs, "update_norm", style)),
         Panel("Cosine of client updates with their mean", "Cosine", by_round(runs, "update_cosine", style)),
@@ -122,7 +127,8 @@ def updates(records: Records, path: FilePath = None, *, style: Style = DEFAULT) 
     return finished(figure_of_panels("updates", panels, MEASURE.format("updates"), style), path)
 
 
-def agreement(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
+@checked
+def agreement(records: Records, path: FilePath = None, *, style: AnyStyle = DEFAULT) -> Figure:
     """Plots linear CKA and KL divergence between the predictions of local and global models (LfD, section 3).
 
     The x axis is the local epoch. The value of a seed is the median over its measured rounds, and the line is the mean
@@ -130,7 +136,7 @@ def agreement(records: Records, path: FilePath = None, *, style: Style = DEFAULT
 
     records, path, style: as in `curves`. Raises ValueError if no round has these measures.
     """
-    runs, style = by_run(records), checked(style)
+    runs = by_run(records)
     histories = [seed for key in ("cka", "kl") for seeds in measured(runs, key).values() for seed in seeds]
     epochs = max((values.shape[1] for _, values in histories), default=1)
     lines, xlabel = (by_epoch, "Local epoch") if epochs > 1 else (by_round, "Round")
@@ -141,7 +147,8 @@ def agreement(records: Records, path: FilePath = None, *, style: Style = DEFAULT
     return finished(figure_of_panels("agreement", panels, MEASURE.format("predictions"), style, xlabel), path)
 
 
-def forgetting(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
+@checked
+def forgetting(records: Records, path: FilePath = None, *, style: AnyStyle = DEFAULT) -> Figure:
     """Plots LP against rounds. LP is a local model's accuracy on a class divided by the global model's (LfD, eq. 11).
 
     One panel shows the classes that are present in a client's data, and the other panel shows the absent classes. A
@@ -151,7 +158,7 @@ def forgetting(records: Records, path: FilePath = None, *, style: Style = DEFAUL
 
     records, path, style: as in `curves`. Raises ValueError if no round has this measure.
     """
-    runs, style = by_run(records), checked(style)
+    runs = by_run(records)
     ratio = "LP (local / global accuracy)"
     panels = [
         Panel(f"Classes {title} the client", ratio, by_round(runs, key, style), guide=1, limits=(0, 3))
@@ -160,7 +167,8 @@ def forgetting(records: Records, path: FilePath = None, *, style: Style = DEFAUL
     return finished(figure_of_panels("forgetting", panels, MEASURE.format("forgetting"), style), path)
 
 
-def sharpness(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
+@checked
+def sharpness(records: Records, path: FilePath = None, *, style: AnyStyle = DEFAULT) -> Figure:
     """Plots the largest eigenvalue of the Hessian of the test loss, and its trace, against rounds.
 
     The eigenvalue is that at the global model after the round, and that at the local models after their training in it,
@@ -168,7 +176,7 @@ def sharpness(records: Records, path: FilePath = None, *, style: Style = DEFAULT
 
     records, path, style: as in `curves`. Raises ValueError if no round has any of these measures.
     """
-    runs, style = by_run(records), checked(style)
+    runs = by_run(records)
     panels = (
         Panel("Sharpness of the global model", "Largest eigenvalue", by_round(runs, "sharpness", style, entry=0)),
         Panel("Sharpness of local models", "Largest eigenvalue", by_round(runs, "local_sharpness", style)),
@@ -177,14 +185,15 @@ def sharpness(records: Records, path: FilePath = None, *, style: Style = DEFAULT
     return finished(figure_of_panels("sharpness", panels, MEASURE.format("sharpness"), style), path)
 
 
-def gain(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> Figure:
+@checked
+def gain(records: Records, path: FilePath = None, *, style: AnyStyle = DEFAULT) -> Figure:
     """Plots FedEve's Kalman gain, period variance and client variance against rounds.
 
     The legend shows the median of the gain. Runs of other algorithms are left out.
 
     records, path, style: as in `curves`. Raises ValueError if no round has a gain.
     """
-    runs, style, renamed = by_run(records), checked(style), {}
+    runs, renamed = by_run(records), {}
     for name, seeds in measured(runs, "gain").items():
         gains = np.concatenate([values[np.isfinite(values[:, -1]), -1] for _, values in seeds])
         median = f"median gain {np.median(gains):.2f}" if gains.size else ""
@@ -197,14 +206,15 @@ def gain(records: Records, path: FilePath = None, *, style: Style = DEFAULT) -> 
     return finished(figure_of_panels("gain", panels, "pass the history of a run of fedeve", style), path)
 
 
+@checked
 def rounds_to_target(
     records: Records,
     target: float,
     path: FilePath = None,
     *,
     key: str = "accuracy",
-    by: str = "round",
-    style: Style = DEFAULT,
+    by: By = "round",
+    style: AnyStyle = DEFAULT,
 ) -> Figure:
     """Plots the number of rounds, of seconds or of megabytes until each run first reaches a target.
 
@@ -228,7 +238,7 @@ def rounds_to_target(
     notes = {name: divergence(runs[name]) for name in reached}
     labels = bar_labels(notes)
     bars = height_of_bars(labels)
-    figure = new_figure(7.5, 1.6 + bars, checked(style), text=1.0 + bars)
+    figure = new_figure(7.5, 1.6 + bars, style, text=1.0 + bars)
     axes = figure.subplots()
     draw_bars(reached, runs, axes, by)
     axes.set_yticks(range(len(labels)), labels)
@@ -296,12 +306,13 @@ def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes, 
     axes.grid(False, axis="y")
 
 
+@checked
 def quadratics(
     errors: Mapping[str, Sequence[Sequence[float]]],
     titles: Sequence[str],
     path: FilePath = None,
     *,
-    style: Style = DEFAULT,
+    style: AnyStyle = DEFAULT,
 ) -> Figure:
     """Plots the distance to the optimum against rounds on a logarithmic axis.
 
@@ -317,19 +328,20 @@ def quadratics(
       ValueError: an algorithm does not have one list per title, or there is no distance at all.
     """
     if not isinstance(errors, Mapping) or not all(isinstance(settings, Sequence) for settings in errors.values()):
-        raise ConfigurationError(f"errors must be a dict of lists, one list per title, got {checks.shown(errors)}")
+        checks.refuse("errors must be a dict of lists, one list per title", checks.shown(errors))
     if not isinstance(titles, Sequence) or isinstance(titles, str | bytes):
-        raise ConfigurationError(f"titles must be a list of strings, got {checks.shown(titles)}")
+        checks.refuse("titles must be a list of strings", checks.shown(titles))
     titles = [checks.text("each of titles", title) for title in titles]
     for name, settings in errors.items():
         if len(settings) != len(titles):
-            raise ConfigurationError(
-                f"errors[{name!r}] must have one list per title ({len(titles)}), got {len(settings)}: "
-                "pass an empty list for a setting in which it was not run"
+            checks.refuse(
+                f"errors[{name!r}] must have one list per title ({len(titles)})",
+                len(settings),
+                "pass an empty list for a setting in which it was not run",
             )
     distance = "Distance to the optimum"
     lines = [
-        from_round_one({name: numbers(f"errors[{name!r}]", of[i]) for name, of in errors.items()}, checked(style))
+        from_round_one({name: numbers(f"errors[{name!r}]", of[i]) for name, of in errors.items()}, style)
         for i in range(len(titles))
     ]
     panels = [Panel(title, distance, by_name, log=True) for title, by_name in zip(titles, lines, strict=True)]
