@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 
-from fedjax_drift.errors import ConfigurationError, InUseError
+from fedjax_drift import checks
+from fedjax_drift.errors import InUseError
 
 
 @contextlib.contextmanager
@@ -59,6 +60,16 @@ def lock(file: FileIO, refusal: str) -> None:
 
 
 @contextlib.contextmanager
+def explained(path: Path, what: str = "path") -> Iterator[None]:
+    """Turns an OSError in the block into a ConfigurationError that names the argument ``what`` and the path."""
+    try:
+        yield
+    except OSError as error:
+        allowed = "a folder where files can be written and locked"
+        checks.refuse(f"{what} must be {allowed}", f"{path} ({error.strerror})", "choose another folder", error)
+
+
+@contextlib.contextmanager
 def lock_folder(path: Path, what: str, create: bool = True) -> Iterator[None]:
     """Locks the folder for this process, through a file "lock" in it.
 
@@ -73,7 +84,7 @@ def lock_folder(path: Path, what: str, create: bool = True) -> Iterator[None]:
     """
     flags = os.O_NOFOLLOW | (os.O_RDWR | os.O_CREAT if create else os.O_RDONLY)
     with contextlib.ExitStack() as stack:
-        try:
+        with explained(path, what):
             if create:
                 path.mkdir(parents=True, exist_ok=True)
                 tempfile.TemporaryFile(dir=path).close()
@@ -81,9 +92,4 @@ def lock_folder(path: Path, what: str, create: bool = True) -> Iterator[None]:
             stack.enter_context(file)
             lock(file, f"{what} must be used by one run at a time, got {path}, which is in use by another process or "
                  "by this one: wait until that run has ended, or choose another folder")  # fmt: skip
-        except OSError as error:
-            raise ConfigurationError(
-                f"{what} must be a folder where files can be written and locked, got {path} ({error.strerror}): "
-                "choose another folder"
-            ) from error
         yield

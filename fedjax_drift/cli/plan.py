@@ -28,11 +28,11 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
+from fedjax_drift import checks
 from fedjax_drift.cli.flags import PARTITION, add, add_run
 from fedjax_drift.cli.parsed_run import assemble, load_data
 from fedjax_drift.cli.values import count
 from fedjax_drift.data.datasets import RECORDS
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.simulation.plan import TooLargeError
 
 SHAPES = {name: record.shape for name, record in RECORDS.items() if record.shape}  # of images
@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     """Checks the options and describes the devices. Returns a function that prints the plans."""
     if args.topology is None:
-        raise ConfigurationError("fedjax-drift plan needs --topology, got none: add --topology v5e:4x4, for example")
+        checks.refuse("fedjax-drift plan needs --topology", "none", "add --topology v5e:4x4, for example")
     jax.config.update("jax_platforms", "cpu")  # a TPU of this machine is not needed, and stays free
     jax.config.update("jax_enable_compilation_cache", False)  # JAX cannot load programs for devices that are not here
     meshes = {name: fd.described_mesh(name) for name in args.topology.split(",")}
@@ -71,14 +71,13 @@ def _shapes(args: argparse.Namespace) -> fd.FederatedData:
     """Returns data of the right shape. Its partition has no effect."""
     dataset, clients = args.dataset, args.clients or 100
     if dataset.name not in SHAPES and dataset.name != "dialogue":
-        raise ConfigurationError(
-            f"--rows-per-client needs a data set of images or text ({', '.join(SHAPES)}, dialogue), got "
-            f"{dataset.name}: leave it out, so that the data are read"
+        checks.refuse(
+            f"--rows-per-client needs a data set of images or text ({', '.join(SHAPES)}, dialogue)",
+            dataset.name,
+            "leave it out, so that the data are read",
         )
     if args.validation is not None:
-        raise ConfigurationError(
-            f"--validation has no effect with --rows-per-client, got {args.validation}: leave it out"
-        )
+        checks.refuse("--validation has no effect with --rows-per-client", args.validation, "leave it out")
     args.partition = args.partition or PARTITION("iid")
     if dataset.name != "dialogue":
         return fd.FederatedData.of_shapes(clients, args.rows_per_client, SHAPES[dataset.name], test_rows=10_000)

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 import fedjax_drift as fd
+from fedjax_drift import checks
 from fedjax_drift.cli import run
 from fedjax_drift.cli.flags import Parser, add
 from fedjax_drift.cli.output import add_output
 from fedjax_drift.cli.render import wrap, wrapped_command
 from fedjax_drift.cli.values import count, seed
-from fedjax_drift.errors import ConfigurationError
 
 # The model is logistic regression, as in the experiments of SCAFFOLD (section 7). The result is the same with all
 # learning rates that were tried.
@@ -56,9 +56,7 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     """Prints the introduction, and checks the options. Returns a function that runs the algorithms."""
     cohort = min(10, args.clients) if args.cohort is None else args.cohort
     if cohort > args.clients:
-        raise ConfigurationError(
-            f"--cohort must be in 1..{args.clients} (all clients), got {cohort}: use a larger --clients"
-        )
+        checks.refuse(f"--cohort must be in 1..{args.clients} (all clients)", cohort, "use a larger --clients")
     # 0.03 is FedAvg's best learning rate among 0.01, 0.03, 0.1 and 0.3. alpha is that of the FedDC paper for digits.
     words = [
         "run", f"--dataset=glyphs:num_writers={4 * args.clients},num_classes=10", "--partition=shards:2",

@@ -7,16 +7,16 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import fedjax_drift as fd
+from fedjax_drift import checks
 from fedjax_drift.cli.flags import Parser
 from fedjax_drift.cli.output import command_of, resume_words
 from fedjax_drift.cli.parsed_run import BANKS
 from fedjax_drift.cli.values import local_path
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.disk import unused
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.storage.checkpoint import restore_together, split_by_run
 
 # Options that may be changed with --resume, for each command.
@@ -47,29 +47,25 @@ def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     args, changes = parser.parse_known_args(argv[1:])
     for flag in (word.partition("=")[0] for word in changes if word.startswith("--")):
         if flag not in RESUMED[command]:
-            raise ConfigurationError(
-                f"with --resume only {', '.join(RESUMED[command])} may be changed, got {flag!r}: leave it out"
+            checks.refuse(
+                f"with --resume only {', '.join(RESUMED[command])} may be changed", repr(flag), "leave it out"
             )
+
+    def refuse(why: str, fix: str, cause: Exception | None = None) -> NoReturn:
+        checks.refuse(f"--resume must be the output folder of a {command}", f"{args.resume}, {why}", fix, cause)
+
     try:
         # Without --distributed, because ports and numbers may differ.
         created = re.sub(r" --distributed(?:[ =]\S+:\d+,\d+,\d+)?(?= |$)", "", command_of(args.resume))
         _, *words = shlex.split(created)
     except FileNotFoundError as error:
-        raise ConfigurationError(
-            f"--resume must be the output folder of a {command}, got {args.resume}, which has no config.json: give the "
-            f"folder that the {command} printed. Paths are relative to {os.getcwd()}"
-        ) from error
+        fix = f"give the folder that the {command} printed. Paths are relative to {os.getcwd()}"
+        refuse("which has no config.json", fix, error)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:  # RecursionError: thousands of brackets
-        raise ConfigurationError(
-            f"--resume must be the output folder of a {command}, got {args.resume}, whose config.json can't be read: "
-            f"start this {command} again from the beginning"
-        ) from error
+        refuse("whose config.json can't be read", f"start this {command} again from the beginning", error)
     if words[:1] != [command]:
         other = shlex.join(resume_words(args.resume, words[0])) if words and words[0] in RESUMED else "choose another"
-        raise ConfigurationError(
-            f"--resume must be the output folder of a {command}, got {args.resume}, which another command has created: "
-            f"{other}"
-        )
+        refuse("which another command has created", other)
     return [*words, *changes], args.resume
 
 

@@ -51,7 +51,6 @@ from fedjax_drift.cli.render import wrap, wrapped_command
 from fedjax_drift.cli.resume import absolute_paths
 from fedjax_drift.cli.values import LOCAL, Spec, count
 from fedjax_drift.disk import lock_folder, replace_file
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.run_folder import CONFIG, file_name
 from fedjax_drift.simulation.sweep import check_sweepable
 from fedjax_drift.tuning import Range
@@ -88,7 +87,7 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     shared, own = ranges(args.range or [], specs)
     output = args.resume or output_folder(args, "tune", *(spec.name for spec in specs))
     if not args.eval_every:
-        raise ConfigurationError("tune needs evaluations, got --eval-every 0: leave --eval-every 0 out")
+        checks.refuse("tune needs evaluations", "--eval-every 0", "leave --eval-every 0 out")
     if args.validation is None and args.dataset.name != "movielens":  # its test examples are ranked in groups
         args.validation = VALIDATION
     use_devices(args.devices)
@@ -191,8 +190,8 @@ def ranges(texts: Sequence[str], specs: Sequence[Spec]) -> tuple[dict[str, Range
     shared, own = {"lr": LR}, {spec.text: dict[str, Range]() for spec in specs}
     for text in texts:
         if not (match := RANGE.fullmatch(text)):
-            raise ConfigurationError(
-                f"--range must be [NAME:]OPTION=LOW:HIGH[:linear], such as lr=0.01:1 or fedprox:mu=1e-4:1, got {text!r}"
+            checks.refuse(
+                "--range must be [NAME:]OPTION=LOW:HIGH[:linear], such as lr=0.01:1 or fedprox:mu=1e-4:1", repr(text)
             )
         algorithm, option = match[1], match[2]
         interval = Range(float(match[3]), float(match[4]), match[5] is None)

@@ -34,7 +34,7 @@ from fedjax_drift import checks, spec
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.disk import lock_folder
 from fedjax_drift.errors import ConfigurationError, DamagedError, OtherRunError
-from fedjax_drift.spec import Amount, Count, Fix, Text, checked
+from fedjax_drift.spec import Amount, Count, Fix, Flag, Text, checked
 from fedjax_drift.storage.contents import About, read_about, read_arrays, restored_state
 from fedjax_drift.storage.identity import differences, few
 from fedjax_drift.storage.specification import Specification
@@ -68,9 +68,6 @@ class Checkpoints:
     A checkpoint contains the state, the history and a description of the simulation (data, model, algorithm).
     Checkpoints are written in the background. Writes are atomic: after a crash a checkpoint is either complete or does
     not exist. Only one run at a time can use a folder.
-
-    Raises:
-      ValueError: an argument is out of range.
 
     Attributes:
       folder: Created when the first checkpoint is written.
@@ -106,7 +103,7 @@ class Checkpoints:
         try:
             numbers = [int(entry.name) for entry in self.path.iterdir() if entry.name.isdecimal()]
         except OSError as error:
-            raise ConfigurationError(f"folder must be readable, got {self.path} ({error.strerror})") from error
+            checks.refuse("folder must be readable", f"{self.path} ({error.strerror})", cause=error)
         return sorted(number for number in set(numbers) if os.path.lexists(self.place(number)))
 
     def place(self, round: int) -> Path:  # noqa: A002
@@ -121,11 +118,12 @@ class Checkpoints:
         """
         return read_about(self.place(round), round)
 
+    @checked
     def restore(
         self,
         sim: Specified,
         round: int | str | None = None,  # noqa: A002
-        strict: bool = True,
+        strict: Flag = True,
     ) -> tuple[ServerState, list[Record]]:
         """Returns the state and the history of a run. ``sim.run(state, ..., checkpoints=...)`` then resumes the run.
 
@@ -147,12 +145,9 @@ class Checkpoints:
           ValueError: there is no intact checkpoint, or it has another format. (The two errors above are also
             ValueErrors.) No files have been changed.
         """
-        checks.flag("strict", strict)
         spec = getattr(sim, "specification", None)
         if not isinstance(spec, Specification):
-            raise ConfigurationError(
-                f"sim must be a Simulation, got {type(sim).__name__}: create it with the arguments of the run"
-            )
+            checks.refuse("sim must be a Simulation", type(sim).__name__, "create it with the arguments of the run")
         check_mesh(spec)
         candidates = self._candidates(round)
         with self.locked(create=False):
@@ -165,17 +160,15 @@ class Checkpoints:
                         raise ConfigurationError(f"{damaged}: choose another of the rounds {self.rounds}") from error
                     before = "trying the one before" if number > candidates[-1] else "there is no earlier one"
                     checks.warn(f"{damaged}: {before}")
-        raise ConfigurationError(
-            f"folder must have an intact checkpoint, got {len(candidates)} damaged ones in {self.path}: restore the "
-            "folder from a copy, or start a new run in another folder (no files were changed)"
-        )
+        fix = "restore the folder from a copy, or start a new run in another folder (no files were changed)"
+        checks.refuse("folder must have an intact checkpoint", f"{len(candidates)} damaged ones in {self.path}", fix)
 
     def _candidates(self, wanted: int | str | None) -> list[int]:
         """Returns the rounds to try, in this order."""
         rounds = self.rounds
         if not rounds:
-            raise ConfigurationError(
-                f"folder must have a checkpoint, got {self.path}, which has none: start the run with sim.init"
+            checks.refuse(
+                "folder must have a checkpoint", f"{self.path}, which has none", "start the run with sim.init"
             )
         if wanted is None:
             return rounds[::-1]
@@ -187,9 +180,7 @@ class Checkpoints:
                 )
             return [max(scores)[1]]
         if isinstance(wanted, bool) or not isinstance(wanted, Integral) or wanted not in rounds:
-            raise ConfigurationError(
-                f'round must be one of the saved rounds {rounds}, or "best", got {checks.shown(wanted)}'
-            )
+            checks.refuse(f'round must be one of the saved rounds {rounds}, or "best"', checks.shown(wanted))
         return [int(wanted)]
 
     def score_of(self, t: int) -> float | None:
@@ -232,8 +223,8 @@ def split_by_run(checkpoints: Checkpoints | str | os.PathLike, names: Sequence[s
     whole = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigurationError(
-            f"checkpoints need a different folder for each run, got {twice} twice: leave out the repeated setting"
+        checks.refuse(
+            "checkpoints need a different folder for each run", f"{twice} twice", "leave out the repeated setting"
         )
     return [replace(whole, folder=whole.path / name) for name in names]
 
@@ -249,10 +240,8 @@ def restore_together(
     parent = each[0].path.parent
     common = set.intersection(*(set(one.rounds) for one in each))
     if max(common, default=0) > rounds:
-        raise ConfigurationError(
-            f"rounds must be at least {max(common)}, the number of completed rounds in {parent}, got {rounds}: pass a "
-            "larger number, or choose another folder"
-        )
+        fix = "pass a larger number, or choose another folder"
+        checks.refuse(f"rounds must be at least {max(common)}, the number of completed rounds in {parent}", rounds, fix)
     for number in sorted(common, reverse=True):
         try:
             pairs = [one.restored(spec, number) for one, spec in zip(each, specs, strict=True)]
@@ -305,7 +294,8 @@ def check_same(path: Path, stored: Mapping[str, Any], current: Mapping[str, Any]
 def check_mesh(spec: Specification) -> None:
     """Raises ConfigurationError unless the mesh spans all processes."""
     if jax.process_count() > 1 and not spans_processes(spec.mesh):
-        raise ConfigurationError(
-            "mesh must have the devices of all processes for checkpoints, got a mesh with devices of this process "
-            "only: leave out mesh=, or save the state yourself"
+        checks.refuse(
+            "mesh must have the devices of all processes for checkpoints",
+            "a mesh with devices of this process only",
+            "leave out mesh=, or save the state yourself",
         )

@@ -33,7 +33,7 @@ import numpy as np
 
 from fedjax_drift import checks, tree
 from fedjax_drift.disk import create_exclusively, lock, replace_file
-from fedjax_drift.errors import ConfigurationError, DamagedError, OtherRunError
+from fedjax_drift.errors import DamagedError, OtherRunError
 from fedjax_drift.storage.identity import differences, few
 
 FORMAT = 3
@@ -158,10 +158,8 @@ class ClientFiles:
         except (OSError, ValueError, TypeError, KeyError):
             raise damaged(self.path, f"its file {name} can't be read") from None
         if number != FORMAT:
-            raise ConfigurationError(
-                f"the client store in {self.path} must be of format {FORMAT}, got {number}: use the version of "
-                "fedjax_drift that wrote it"
-            )
+            fix = "use the version of fedjax_drift that wrote it"
+            checks.refuse(f"the client store in {self.path} must be of format {FORMAT}", number, fix)
         if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
             raise damaged(self.path, f"its file {name} does not contain what was written")
         return header, np.frombuffer(content[len(line) : -4], "<i4").astype(np.int32)
@@ -206,27 +204,13 @@ def _write(file: int, parts: list[np.ndarray], offset: int) -> None:
         raise OSError(errno.EIO, "nothing could be written")
 
 
-@contextlib.contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turns an OSError in the block into a ConfigurationError that names the path."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigurationError(
-            f"path must be a folder where files can be written and locked, got {path} ({error.strerror}): choose "
-            "another folder"
-        ) from error
-
-
 def check_empty(path: Path) -> None:
     """Raises ConfigurationError if the folder has files. Files that a killed `ClientStore.create` has left
     are allowed."""
     files = {file.name for file in path.iterdir()}
     unfinished = NEW_INDEX in files or STATES in files and not (path / STATES).stat().st_size
     if others := sorted(files - ({STATES, NEW_INDEX} if unfinished else set())):
-        raise ConfigurationError(
-            f"path must be a new or empty folder, got {path}, which has {few(others)}: choose another folder"
-        )
+        checks.refuse("path must be a new or empty folder", f"{path}, which has {few(others)}", "choose another folder")
 
 
 def check_same(path: Path, stored: dict[str, Any], current: dict[str, Any], strict: bool = True) -> None:

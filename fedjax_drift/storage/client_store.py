@@ -27,9 +27,10 @@ import jax
 import numpy as np
 
 from fedjax_drift import checks, tree
+from fedjax_drift.disk import explained
 from fedjax_drift.errors import ConfigurationError, DamagedError, OtherRunError
 from fedjax_drift.storage import client_files
-from fedjax_drift.storage.client_files import INDEX, INITIAL, STATES, ClientFiles, damaged, explained
+from fedjax_drift.storage.client_files import INDEX, INITIAL, STATES, ClientFiles, damaged
 from fedjax_drift.storage.client_memory import ClientMemory
 from fedjax_drift.storage.identity import few
 from fedjax_drift.types import PyTree
@@ -75,9 +76,7 @@ class ClientStore:
         self._initial = [np.array(leaf, order="C") for leaf in leaves]
         self._layout = tree.layout(jax.tree.unflatten(self._structure, self._initial))
         if objects := [name for name, dtype, _ in self._layout if dtype == "object"]:
-            raise ConfigurationError(
-                f"client states must be numeric arrays, got Python objects at {checks.listed(objects)}"
-            )
+            checks.refuse("client states must be numeric arrays", f"Python objects at {checks.listed(objects)}")
         self._rows = [leaf.reshape(-1).view(np.uint8) for leaf in self._initial]  # [bytes] each
         self._header = client_files.header(self.num_clients, self._layout, identity)
         self._pins: dict[int, np.ndarray] = {}  # round -> slots, int32 [N]
@@ -113,7 +112,7 @@ class ClientStore:
             return store
         path = Path(path).absolute()
         if path.exists() and not path.is_dir():
-            raise ConfigurationError(f"path must be a folder, got the file {path}: choose another path")
+            checks.refuse("path must be a folder", f"the file {path}", "choose another path")
         if (path / INDEX).exists():
             return store._as_made_before(path, identity)
         with explained(path):
@@ -144,10 +143,8 @@ class ClientStore:
                 return existing
         if existing is not None:
             existing.close()
-        raise ConfigurationError(
-            f"path must be a new or empty folder, got {path}, which has a client store: choose another folder, or open "
-            "this store with Simulation.reopen (ClientStore.open)"
-        )
+        fix = "choose another folder, or open this store with Simulation.reopen (ClientStore.open)"
+        checks.refuse("path must be a new or empty folder", f"{path}, which has a client store", fix)
 
     @classmethod
     def open(
@@ -255,8 +252,8 @@ class ClientStore:
         """
         table, records = self._now()
         if not isinstance(records, ClientFiles):
-            raise ConfigurationError(
-                "only a client store in files can be pinned, got one in host memory: copy its states with gather"
+            checks.refuse(
+                "only a client store in files can be pinned", "one in host memory", "copy its states with gather"
             )
         records.pin(table.round)
         self._pins[table.round] = table.slots
@@ -308,7 +305,6 @@ class ClientStore:
             Default: all True.
 
         Raises:
-          ValueError: an argument is out of range.
           OSError: the disk is full, or the folder does not exist any more. The round can be repeated when there is
             space again.
           MemoryError: there is not enough host memory.
@@ -320,8 +316,8 @@ class ClientStore:
         present = ids < self.num_clients
         if len(np.unique(ids[present])) < present.sum():
             values, counts = np.unique(ids[present], return_counts=True)
-            raise ConfigurationError(
-                f"ids must contain each client at most once, got {values[counts.argmax()]} {counts.max()} times"
+            checks.refuse(
+                "ids must contain each client at most once", f"{values[counts.argmax()]} {counts.max()} times"
             )
         if keep is not None:
             present &= _check_keep(keep, len(ids))
@@ -388,12 +384,10 @@ class ClientStore:
         """Returns the checked ids, int64 [K]."""
         array = np.asarray(ids)
         if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-            raise ConfigurationError(f"ids must be a list of client ids, got {array.dtype}{list(array.shape)}")
+            checks.refuse("ids must be a list of client ids", f"{array.dtype}{list(array.shape)}")
         bad = array[(array < 0) | (array > self.num_clients)]
         if len(bad):
-            raise ConfigurationError(
-                f"ids must be in 0..{self.num_clients} ({self.num_clients} stands for no client), got {bad[0]}"
-            )
+            checks.refuse(f"ids must be in 0..{self.num_clients} ({self.num_clients} stands for no client)", bad[0])
         return array.astype(np.int64)
 
     def _check_states(self, states: PyTree, K: int) -> list[np.ndarray]:
@@ -408,8 +402,8 @@ class ClientStore:
             got = tree.layout(jax.tree.unflatten(structure, arrays))
             by_name = client_files.leaves_by_name
             wrong = tree.differences(by_name(got), by_name(want), "instead of") or [f"a {type(states).__name__}"]
-            raise ConfigurationError(
-                f"states must have the leaves of the initial state with a first axis of length {K}, got {few(wrong)}"
+            checks.refuse(
+                f"states must have the leaves of the initial state with a first axis of length {K}", few(wrong)
             )
         rows = zip(arrays, self._rows, strict=True)
         return [np.ascontiguousarray(a).reshape(-1).view(np.uint8).reshape(K, len(row)) for a, row in rows]
@@ -442,5 +436,5 @@ def _kept(before: int, t: int) -> Iterator[None]:
 def _check_keep(keep: Any, K: int) -> np.ndarray:
     keep = np.asarray(keep)
     if keep.dtype != bool or keep.shape != (K,):
-        raise ConfigurationError(f"keep must be bool[{K}], one per id, got {keep.dtype}{list(keep.shape)}")
+        checks.refuse(f"keep must be bool[{K}], one per id", f"{keep.dtype}{list(keep.shape)}")
     return keep

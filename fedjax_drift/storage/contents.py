@@ -20,11 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_drift import tree
-from fedjax_drift.checks import first_line
+from fedjax_drift import checks, tree
 from fedjax_drift.devices.launch import launch
 from fedjax_drift.devices.mesh import leaf_shardings
-from fedjax_drift.errors import ConfigurationError, DamagedError, OtherRunError
+from fedjax_drift.errors import DamagedError, OtherRunError
 from fedjax_drift.storage import array_files
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.identity import crc32, few
@@ -67,10 +66,8 @@ def read_about(folder: Path, t: int) -> About:
         if zlib.crc32(written["about"].encode()) != written["crc32"] or about["round"] != t:
             raise DamagedError(f"its {ABOUT} does not contain what was written")
     if about["format"] != FORMAT:
-        raise ConfigurationError(
-            f"checkpoints must be of format {FORMAT}, got {about['format']} in {folder}: use the "
-            "version of fedjax_drift that wrote the checkpoint"
-        )
+        fix = "use the version of fedjax_drift that wrote the checkpoint"
+        checks.refuse(f"checkpoints must be of format {FORMAT}", f"{about['format']} in {folder}", fix)
     return About(**about)
 
 
@@ -258,4 +255,4 @@ def as_damage(what: str) -> Iterator[None]:
 
 def reason(error: Exception) -> str:
     """Returns the first line of an error's message, shortened."""
-    return first_line(error)[:150]
+    return checks.first_line(error)[:150]

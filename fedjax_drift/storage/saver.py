@@ -16,7 +16,7 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.devices.processes import first_does, spans_processes
 from fedjax_drift.disk import unused
-from fedjax_drift.errors import ConfigurationError, DamagedError
+from fedjax_drift.errors import DamagedError
 from fedjax_drift.storage import array_files, orbax_backend
 from fedjax_drift.storage.checkpoint import Checkpoints, check_mesh, check_same, score, versions
 from fedjax_drift.storage.client_store import ClientStore
@@ -105,9 +105,10 @@ def _history(checkpoints: Checkpoints, spec: Specification, state: ServerState) 
     if newest is not None:
         check_same(checkpoints.path, newest.identity | {"key": newest.key}, _run_identity(checkpoints, spec, state))
     if intact and intact[-1] > t:
-        raise ConfigurationError(
-            f"the folder must have no checkpoints of rounds after {t}, the round of the state, got round {intact[-1]} "
-            f"in {checkpoints.path}: resume with checkpoints.restore(sim), or choose another folder"
+        checks.refuse(
+            f"the folder must have no checkpoints of rounds after {t}, the round of the state",
+            f"round {intact[-1]} in {checkpoints.path}",
+            "resume with checkpoints.restore(sim), or choose another folder",
         )
     if newest is not None and newest.round < t:
         checks.warn(
