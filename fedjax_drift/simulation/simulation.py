@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import jax
 import numpy as np
@@ -129,7 +129,7 @@ class Simulation:
         clock: Clock | None = None,
         devices: Devices | None = None,
         placement: Placement | None = None,
-        on_nonfinite: str = "keep",
+        on_nonfinite: Literal["keep", "drop_client", "raise"] = "keep",
         measure: str | Sequence[str] = (),
         **options: Unpack[FlatOptions],
     ) -> None:
