@@ -22,7 +22,6 @@ from jax import lax
 
 from fedjax_drift import checks, reprs, schedules, spec, tree
 from fedjax_drift.batch_norm import whole
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.spec import Count, Fix, Fraction, NonNegative, Positive, checked
 from fedjax_drift.types import Batch, Params, PyTree, Trained, Work, batch_mean
 
@@ -48,8 +47,7 @@ class LocalTraining:
     ``steps`` for all clients.
 
     The examples are reshuffled in every epoch. The last batch of an epoch may have fewer than B examples. Its gradient
-    is the mean over its examples. The optimizer state is initialised in every round. Raises ValueError for values out
-    of range.
+    is the mean over its examples. The optimizer state is initialised in every round.
 
     Attributes:
       epochs: E >= 1, passes over the client's examples per round.
@@ -92,22 +90,14 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         if self.steps is not None and self.epochs != 1:
-            raise ConfigurationError(
-                f"epochs must be left out if steps are given, got {self.epochs} epochs and {self.steps} steps"
-            )
+            checks.refuse("epochs must be left out if steps are given", f"{self.epochs} epochs and {self.steps} steps")
         if self.optimizer is not None and checks.used(self.momentum):
-            raise ConfigurationError(
-                f"momentum must be 0 when an optimizer is given, got {self.momentum}: leave one of them out"
-            )
+            checks.refuse("momentum must be 0 when an optimizer is given", self.momentum, "leave one of them out")
         if self.direction is not None and self.optimizer is None:
-            raise ConfigurationError(
-                f"direction must be None without an optimizer, got {self.direction!r}: pass optimizer= too"
-            )
+            checks.refuse("direction must be None without an optimizer", repr(self.direction), "pass optimizer= too")
         if self.direction == "descent" and not isinstance(self.lr, jax.core.Tracer) and self.lr != 1:
-            raise ConfigurationError(
-                'lr must be 1 with direction="descent", because the optimizer has a learning rate of its own, got '
-                f"{self.lr}: pass lr=1 (lr_decay multiplies the optimizer's learning rate)"
-            )
+            what = 'lr must be 1 with direction="descent", because the optimizer has a learning rate of its own'
+            checks.refuse(what, self.lr, "pass lr=1 (lr_decay multiplies the optimizer's learning rate)")
 
     def ascent(self) -> optax.GradientTransformation:
         """Returns the map from gradient to direction: clipping, then weight decay, then momentum or the optimizer."""

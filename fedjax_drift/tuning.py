@@ -15,15 +15,15 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, spec
 from fedjax_drift.records import measured
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.simulation.sweep import Run
+from fedjax_drift.spec import Fix, Text, checked
 
 __all__ = ["SEEDS", "Range", "score", "settings"]
 
@@ -53,7 +53,7 @@ class Range(NamedTuple):
         )
         if low > high or checks.flag(f"{name}.log", self.log) and low <= 0:
             allowed = "0 < low <= high, or low <= high with log=False"
-            raise ConfigurationError(f"{name} must have {allowed}, got {low:g} and {high:g}")
+            checks.refuse(f"{name} must have {allowed}", f"{low:g} and {high:g}")
 
     def at(self, u: float) -> float:
         """The value at the fraction u of the interval, in 0..1, with three digits."""
@@ -66,8 +66,20 @@ class Range(NamedTuple):
         return float(f"{value:.3g}")
 
 
+def _ranges(name: str, ranges: Any, fix: str) -> dict[str, Range]:
+    checks.instance(name, ranges, Mapping, fix)  # type: ignore[type-abstract]
+    for key, interval in ranges.items():
+        checks.instance(f"{name}[{key!r}]", interval, Range)
+        interval.check(f"{name}[{key!r}]")
+    return dict(ranges)
+
+
+Ranges = Annotated[Mapping[str, Range], spec.Spec(_ranges, "ranges"), Fix('pass {"lr": Range(0.01, 1.0)}, for example')]
+
+
+@checked
 def settings(
-    shared: Mapping[str, Range], own: Mapping[str, Range], number: int, name: str, algorithm: str
+    shared: Ranges, own: Ranges, number: Annotated[int, spec.integer(1, 10_000)], name: Text, algorithm: Text
 ) -> list[dict[str, float]]:
     """Draws the settings that an algorithm tries. They are the same whenever this is called.
 
@@ -75,7 +87,7 @@ def settings(
       shared: the ranges of the options of local training, such as ``{"lr": Range(0.01, 1.0)}``. Each range is divided
         into ``number`` equal parts, and each part gives one value. All algorithms get the same values.
       own: the ranges of the algorithm's hyper-parameters. Each setting has a random value.
-      number: the number of settings, >= 1.
+      number: the number of settings, in 1..10,000.
       name: of the comparison, for example of the data set. Another name gives other values.
       algorithm: the name of the algorithm. It changes the values of ``own``, not those of ``shared``.
 
@@ -83,14 +95,11 @@ def settings(
       ``number`` dicts from the name of an option to its value. `fd.sweep` accepts them as ``settings``.
 
     Raises:
-      ValueError: a range is empty or not finite, its logarithm is not defined, or ``number`` is not an integer >= 1.
+      ValueError: a range is empty or not finite, or its logarithm is not defined.
 
     >>> settings({"lr": Range(0.01, 1.0)}, {"mu": Range(0.0, 1.0, log=False)}, 2, "mnist", "fedprox")
     [{'lr': 0.0638, 'mu': 0.811}, {'lr': 0.371, 'mu': 0.44}]
     """
-    number = checks.integer("number", number, 1, 10_000)
-    name, algorithm = checks.text("name", name), checks.text("algorithm", algorithm)
-    shared, own = _checked("shared", shared), _checked("own", own)
     of_all = np.random.default_rng(zlib.crc32(name.encode()))
     values = {
         key: [interval.at((part + of_all.uniform()) / number) for part in of_all.permutation(number)]
@@ -104,15 +113,8 @@ def settings(
     ]
 
 
-def _checked(name: str, ranges: Mapping[str, Range]) -> dict[str, Range]:
-    checks.instance(name, ranges, Mapping, 'pass {"lr": Range(0.01, 1.0)}, for example')  # type: ignore[type-abstract]
-    for key, interval in ranges.items():
-        checks.instance(f"{name}[{key!r}]", interval, Range)
-        interval.check(f"{name}[{key!r}]")
-    return dict(ranges)
-
-
-def score(sim: Simulation, runs: Sequence[Run]) -> float:
+@checked
+def score(sim: Annotated[Simulation, spec.instance(Simulation)], runs: Sequence[Run]) -> float:
     """The score of one setting, which chooses the best one: an accuracy in 0..1, the mean over its runs.
 
     It is the mean of the last fifth of the evaluations, at least two. For algorithms with personal models it is the
@@ -125,16 +127,15 @@ def score(sim: Simulation, runs: Sequence[Run]) -> float:
     Raises:
       ValueError: there is no run, or a run has no accuracy.
     """
-    checks.instance("sim", sim, Simulation)
     if not isinstance(runs, Sequence) or not runs or not all(isinstance(run, Run) for run in runs):
-        raise ConfigurationError(f"runs must be a list of runs of fd.sweep, got {checks.shown(runs)}")
+        checks.refuse("runs must be a list of runs of fd.sweep", checks.shown(runs))
     if sim.algorithm.personal is not None:
         own = [np.nanmean(sim.evaluate_clients(run.state)["personal_accuracy"]) for run in runs]
         return float(np.mean(np.nan_to_num(own, nan=0.0)))
     late = []
     for (_, accuracies), (_, losses) in zip(*(_series(runs, key) for key in ("accuracy", "loss")), strict=True):
         if not len(accuracies):
-            raise ConfigurationError("runs must have accuracies, got none: evaluate during the run (eval_every=)")
+            checks.refuse("runs must have accuracies", "none", "evaluate during the run (eval_every=)")
         diverged = len(losses) and not np.isfinite(losses[-1]).all()
         late.append(0.0 if diverged else float(np.mean(accuracies[-max(2, len(accuracies) // 5) :])))
     return float(np.mean(np.nan_to_num(late, nan=0.0)))

@@ -280,7 +280,10 @@ SIMULATION = [
         {"model": regression(lambda z, y: ((z - y) ** 2).mean())},
         r"one number per example, \[7\] for 7 examples, got \[\]",
     ),
-    ({"model": regression(lambda z, y: z @ y[:3])}, "the loss does not accept logits"),
+    (
+        {"model": regression(lambda z, y: z @ y[:3])},
+        r"the loss must accept logits \[7\] with labels \[7\], got one that fails \(",
+    ),
     ({"data": clients((X.astype(int) + 2**40, Y)), "cohort_size": 1}, "data must fit in int32"),
     ({"donate": 1}, "donate must be True or False, got 1"),
     ({"model": fd.Model({"w": X}, lambda w, x: x @ w)}, "Model.init must be a function, got a dict"),
@@ -303,7 +306,10 @@ SIMULATION = [
     ({"data": two_classes(2 * (Y > 0) - 1), "cohort_size": 1}, r"got -1..1: number the classes from 0, as np.unique"),
     ({"data": two_classes(Y > 0), "cohort_size": 1}, r"must be integers for the default loss, got bool: pass y.astype"),
     ({"model": dropped()}, "the model changes its own state, as nnx.Dropout .*: use fd.Model.from_nnx"),
-    ({"model": fd.Model(lambda key: {"f": jnp.tanh}, lambda w, x: x)}, "a pytree of arrays only .*eqx.partition"),
+    (
+        {"model": fd.Model(lambda key: {"f": jnp.tanh}, lambda w, x: x)},
+        "a pytree of arrays only, got one that fails .*eqx.partition",
+    ),
     (
         {"model": fd.Model(lambda key: {"rngs": {"count": jnp.uint32(0)}}, lambda w, x: x)},
         "got uint32 at .*rngs.*: use fd.Model.from_nnx",

@@ -99,7 +99,7 @@ def test_scores_receive_all_test_examples_in_order() -> None:
             lambda z, y: {"right": jnp.resize(z, 11)},
             r"one number per example .* for 7 examples: right \[11\]|any number of rows",
         ),
-        (lambda z, y: {"auc": float(z.mean())}, r"does not accept logits \[11, 3\] with labels \[11\]"),
+        (lambda z, y: {"auc": float(z.mean())}, r"must accept logits \[11, 3\] with labels \[11\], got one that fails"),
         (fd.ranking.scores(), "a ranking needs one logit per example"),
     ],
 )

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks
 
 Padding = str | tuple[int, int]
 
@@ -60,7 +60,7 @@ def amounts(x: jax.Array, window: tuple[int, int], stride: int, padding: Padding
         return [_same(n, k, stride) for n, k in zip(x.shape[1:3], window, strict=True)]
     if isinstance(padding, tuple):
         return [padding, padding]
-    raise ConfigurationError(f'padding must be "VALID", "SAME" or a pair of integers, got {padding!r}')
+    checks.refuse('padding must be "VALID", "SAME" or a pair of integers', repr(padding))
 
 
 def positions(x: jax.Array, window: tuple[int, int], stride: int, padding: Padding = "VALID") -> tuple[int, int]:
@@ -68,10 +68,8 @@ def positions(x: jax.Array, window: tuple[int, int], stride: int, padding: Paddi
     size = tuple(n + sum(a) for n, a in zip(x.shape[1:3], amounts(x, window, stride, padding), strict=True))
     H, W = ((n - k) // stride + 1 for n, k in zip(size, window, strict=True))
     if H < 1 or W < 1:
-        raise ConfigurationError(
-            f"the window {window} must not be larger than the image, got an image of size {size}: use larger images or "
-            "padding"
-        )
+        fix = "use larger images or padding"
+        checks.refuse(f"the window {window} must not be larger than the image", f"an image of size {size}", fix)
     return H, W
 
 

@@ -25,7 +25,6 @@ def use_compilation_cache(path: str | os.PathLike | None = None) -> str:
         that depends on the type of the processor.
 
     Raises:
-      ValueError: ``path`` is not a path.
       OSError: the folder cannot be created.
     """
     chosen = files.cache_dir() / f"xla-{_processor()}" if path is None else checks.path("path", path)

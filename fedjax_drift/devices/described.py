@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any
 
 from jax.experimental import topologies
 from jax.sharding import Mesh
@@ -16,8 +16,9 @@ from fedjax_drift import checks
 from fedjax_drift.devices.gpus import GPUS, remember_memory
 from fedjax_drift.devices.mesh import clients_mesh, is_described
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
+from fedjax_drift.spec import Fix, Text, checked
 
-EXAMPLES = "v5e:4x4, v5p:2x2x1, h100 or h100:8"
+EXAMPLES = "a TPU slice or GPUs, such as v5e:4x4, v5p:2x2x1, h100 or h100:8"
 # What the compilers read while they describe devices. Without these, libtpu asks the metadata server of a TPU VM and
 # warns that it does not know the type of this machine (any type will do), and JAX's CUDA plugin checks the versions of
 # all CUDA libraries.
@@ -32,7 +33,8 @@ SETTINGS = {
 }
 
 
-def described_mesh(topology: str) -> Mesh:
+@checked
+def described_mesh(topology: Annotated[Text, Fix(f"pass {EXAMPLES}")]) -> Mesh:
     """Returns the mesh of devices that need not exist.
 
     topology: one of these.
@@ -47,10 +49,10 @@ def described_mesh(topology: str) -> Mesh:
       ValueError: the name is not that of a slice or of GPUs.
       ImportError: the compiler for these devices is not installed.
     """
-    name = checks.text("topology", topology, f"pass a TPU slice or GPUs, such as {EXAMPLES}")
-    if re.fullmatch(r"v\w+:[1-9]\d*(x[1-9]\d*)*", name):
-        return _mesh(name, "tpu", 'libtpu: pip install "jax[tpu]"', topology_name=name, **_tpu_options(name))
-    if parts := re.fullmatch(r"(.+?)(?::(?:([1-9]\d*)x)?([1-9]\d*))?", name):
+    if re.fullmatch(r"v\w+:[1-9]\d*(x[1-9]\d*)*", topology):
+        options = _tpu_options(topology)
+        return _mesh(topology, "tpu", 'libtpu: pip install "jax[tpu]"', topology_name=topology, **options)
+    if parts := re.fullmatch(r"(.+?)(?::(?:([1-9]\d*)x)?([1-9]\d*))?", topology):
         gpu, hosts, each = parts[1], parts[2] or "1", parts[3] or "1"
         if gpu in GPUS or gpu.endswith(".txtpb"):
             description = str(GPUS[gpu]) if gpu in GPUS else _read(gpu)
@@ -58,10 +60,8 @@ def described_mesh(topology: str) -> Mesh:
             packages = (
                 "JAX's CUDA plugin and compiler: pip install jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12"
             )
-            return _mesh(name, "cuda", packages, target_config=description, topology=f"1x{hosts}x{each}")
-    raise ConfigurationError(
-        f"topology must be a TPU slice or GPUs, such as {EXAMPLES}, got {name!r}: the known GPUs are {', '.join(GPUS)}"
-    )
+            return _mesh(topology, "cuda", packages, target_config=description, topology=f"1x{hosts}x{each}")
+    checks.refuse(f"topology must be {EXAMPLES}", repr(topology), f"the known GPUs are {', '.join(GPUS)}")
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
@@ -94,9 +94,7 @@ def _mesh(name: str, platform: str, packages: str, **options: Any) -> Mesh:
     except RuntimeError as error:
         if isinstance(error, NotImplementedError) or "not installed" in str(error):
             raise MissingPackageError(f"compiling for {name}, which is not here, needs {packages}") from error
-        raise ConfigurationError(
-            f"topology must be a TPU slice or GPUs, such as {EXAMPLES}, got {name!r}: {checks.first_line(error)}"
-        ) from error
+        checks.refuse(f"topology must be {EXAMPLES}", repr(name), checks.first_line(error), error)
 
 
 @contextmanager

@@ -18,14 +18,15 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from threading import Thread
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import clients_mesh, use_cpu_devices
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Count, Fix, checked
 
 __all__ = ["initialize", "is_first"]
 
@@ -37,13 +38,24 @@ def __dir__() -> list[str]:
 STARTED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
+def _address(name: str, text: Any, fix: str) -> str:
+    host, _, port = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        checks.refuse(f'{name} must be "host:port"', checks.shown(text), fix)
+    return text
+
+
+Address = Annotated[str, spec.Spec(_address, "address"), Fix("pass the host of process 0 and a free port of this host")]
+
+
+@checked
 def initialize(
-    coordinator_address: str | None = None,
-    num_processes: int | None = None,
+    coordinator_address: Address | None = None,
+    num_processes: Count | None = None,
     process_id: int | None = None,
-    cpu_devices: int | None = None,
+    cpu_devices: Annotated[int, spec.integer(1, 256)] | None = None,
     *,
-    timeout_seconds: int = 300,
+    timeout_seconds: Count = 300,
 ) -> None:
     """Connects this process to the other processes of its job with `jax.distributed`, and starts JAX's backend.
 
@@ -76,23 +88,13 @@ def initialize(
       timeout_seconds: the largest time to wait for the other processes, in seconds, >= 1. Default: 300.
 
     Raises:
-      ValueError: an argument is out of range, or an argument is not given and JAX cannot detect it.
+      ValueError: an argument is not given and JAX cannot detect it.
       RuntimeError: JAX has already started its backend; or `initialize` has already been called; or the other processes
         do not connect before the timeout.
     """
-    if num_processes is not None:
-        num_processes = checks.integer("num_processes", num_processes, 1)
     if process_id is not None:
         most = checks.MOST if num_processes is None else num_processes - 1
         process_id = checks.integer("process_id", process_id, 0, most, "every process needs a different one")
-    if coordinator_address is not None and not _is_address(coordinator_address):
-        raise ConfigurationError(
-            f'coordinator_address must be "host:port", got {checks.shown(coordinator_address)}: pass the host of '
-            "process 0 and a free port of this host"
-        )
-    if cpu_devices is not None:
-        cpu_devices = checks.integer("cpu_devices", cpu_devices, 1, 256)
-    timeout_seconds = checks.integer("timeout_seconds", timeout_seconds, 1)
     if jax.distributed.is_initialized():
         raise RuntimeError("fd.distributed.initialize() must only be called once, got a second call: remove it")
     if cpu_devices is not None:
@@ -157,13 +159,6 @@ def _in_time(call: Callable[[], None], seconds: float) -> bool:
 def is_first() -> bool:
     """Whether this is process 0, the process that should print and write files. True if there is only one process."""
     return not jax.distributed.is_initialized() or jax.process_index() == 0  # starts no backend with a single process
-
-
-def _is_address(text: Any) -> bool:
-    if not isinstance(text, str):
-        return False
-    host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
 def _detected_by(environment: Mapping[str, str]) -> str | None:

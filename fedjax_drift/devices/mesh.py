@@ -12,22 +12,33 @@ import math
 import os
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, spec
+from fedjax_drift.spec import Count, Fix, checked
 from fedjax_drift.types import PyTree
 
 AXIS, MODEL_AXIS = "clients", "model"  # the axis of the teams, and that of the devices of a team
 TILE = 128  # the places of the last axis in a tile of a TPU
 
 
-def clients_mesh(devices: Sequence[jax.Device] | None = None, devices_per_client: int = 1) -> Mesh:
+def _devices(name: str, devices: Any, fix: str) -> list[jax.Device]:
+    several = list(devices.flat) if isinstance(devices, np.ndarray) else devices
+    if not isinstance(several, Sequence) or not several:
+        checks.refuse(f"{name} must be a list of JAX devices", checks.shown(devices), "jax.devices()")
+    return [checks.instance(f"each of {name}", device, jax.Device, fix) for device in several]
+
+
+Devices = Annotated[Sequence[jax.Device], spec.Spec(_devices, "devices"), Fix("jax.devices() lists all devices")]
+
+
+@checked
+def clients_mesh(devices: Devices | None = None, devices_per_client: Count = 1) -> Mesh:
     """Returns a mesh over ``devices`` with the axis "clients".
 
     Args:
@@ -36,21 +47,11 @@ def clients_mesh(devices: Sequence[jax.Device] | None = None, devices_per_client
         the mesh has a second axis of this length, "model".
 
     Raises:
-      ValueError: the sequence is empty or contains something that is not a JAX device; or its length is not a multiple
-        of ``devices_per_client``.
+      ValueError: the number of devices is not a multiple of ``devices_per_client``.
     """
-    if devices is None:
-        devices = jax.devices()
-    several = list(devices.flat) if isinstance(devices, np.ndarray) else devices
-    if not isinstance(several, Sequence) or not several:
-        raise ConfigurationError(f"devices must be a list of JAX devices, got {checks.shown(devices)}: jax.devices()")
-    fix = "jax.devices() lists all devices"
-    devices = [checks.instance("each of devices", device, jax.Device, fix) for device in several]
-    devices_per_client = checks.integer("devices_per_client", devices_per_client, 1)
+    devices = jax.devices() if devices is None else devices
     if len(devices) % devices_per_client:
-        raise ConfigurationError(
-            f"devices_per_client must divide the number of devices, {len(devices)}, got {devices_per_client}"
-        )
+        checks.refuse(f"devices_per_client must divide the number of devices, {len(devices)}", devices_per_client)
     if devices_per_client == 1:
         return jax.make_mesh((len(devices),), (AXIS,), axis_types=(AxisType.Auto,), devices=devices)
     shape, axes = (len(devices) // devices_per_client, devices_per_client), (AXIS, MODEL_AXIS)
@@ -99,7 +100,6 @@ def use_cpu_devices(n: int | None = None) -> int:
       n: number of CPU devices, in 1..256. Default: one per core that this process may use.
 
     Raises:
-      ValueError: ``n`` is out of range.
       RuntimeError: JAX has already started its backend with another number. Nothing is changed then. A second call with
         the same n has no effect, so a cell of a notebook can be run again.
     """

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks, reprs
+from fedjax_drift import checks, reprs, spec
 from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Count, Fix, Seed, checked
 
 Distance = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of distributions p [n, C] and q [n, C] or [1, C] -> [n]
 CHUNK = 2**16  # the pairs of clients, or the examples, in one step
@@ -34,8 +34,14 @@ class Distances(NamedTuple):
         return reprs.fields(self)
 
 
+@checked
 def distances(
-    data: FederatedData, ground: Any = None, embedding: Any = None, *, pairs: int = 10_000, seed: int = 0
+    data: Annotated[FederatedData, spec.instance(FederatedData), Fix("pass sim.data, for example")],
+    ground: Any = None,
+    embedding: Any = None,
+    *,
+    pairs: Count = 10_000,
+    seed: Seed = 0,
 ) -> Distances:
     """Computes distances between the clients' training examples.
 
@@ -63,7 +69,7 @@ def distances(
       seed: of these pairs and of the directions.
 
     Raises:
-      ValueError: the labels are not integers, or an argument is out of range.
+      ValueError: the labels are not integers, ``ground`` is no metric, or ``embedding`` is not finite.
 
     >>> x = np.zeros((2, 1), np.float32)
     >>> data = FederatedData.from_clients([(x, np.array([0, 0])), (x, np.array([0, 1]))])
@@ -72,8 +78,6 @@ def distances(
     >>> distances(data).between["total_variation"]
     0.5
     """
-    checks.instance("data", data, FederatedData, "pass sim.data, for example")
-    pairs, seed = checks.integer("pairs", pairs, 1), checks.integer("seed", seed, 0)
     counts = data.label_counts()
     distance_of: dict[str, Distance] = {
         "hellinger": hellinger,
@@ -169,21 +173,15 @@ def checked_ground(ground: Any, C: int) -> np.ndarray:
     """Raises ConfigurationError unless it is a metric on C labels."""
     metric = checks.array("ground", ground).astype(float)
     if metric.shape != (C, C):
-        raise ConfigurationError(
-            f"ground must have the shape [{C}, {C}], one distance for each two labels, got {list(metric.shape)}"
-        )
+        checks.refuse(f"ground must have the shape [{C}, {C}], one distance for each two labels", list(metric.shape))
     symmetric = np.isfinite(metric).all() and (metric == metric.T).all()
     if not symmetric or (metric[~np.eye(C, dtype=bool)] <= 0).any() or np.diag(metric).any():
-        raise ConfigurationError(
-            "ground must be finite and symmetric, with zeros on the diagonal and positive numbers beside it, got "
-            "another matrix: np.abs(np.subtract.outer(labels, labels)), for example"
-        )
+        what = "ground must be finite and symmetric, with zeros on the diagonal and positive numbers beside it"
+        checks.refuse(what, "another matrix", "np.abs(np.subtract.outer(labels, labels)), for example")
     for c in range(C):
         if (metric > (metric[:, c, None] + metric[c]) * (1 + 1e-9)).any():
-            raise ConfigurationError(
-                f"ground must be a metric, got two labels between which a detour over label {c} is shorter: use the "
-                "lengths of shortest paths"
-            )
+            got = f"two labels between which a detour over label {c} is shorter"
+            checks.refuse("ground must be a metric", got, "use the lengths of shortest paths")
     return metric
 
 
@@ -201,13 +199,14 @@ def embedded(data: FederatedData, embedding: Any) -> np.ndarray:
         )
     features = checks.array("embedding", embedding)
     if features.ndim != 2 or len(features) != M:
-        raise ConfigurationError(
-            f"embedding must be an array [M, F] with one row for each of the {M} training examples, or a function that "
-            f"returns one row for each input, got {list(features.shape)}"
+        checks.refuse(
+            f"embedding must be an array [M, F] with one row for each of the {M} training examples, or a function "
+            "that returns one row for each input",
+            list(features.shape),
         )
     features = features.astype(float)
     if not np.isfinite(features).all():
-        raise ConfigurationError("embedding must be finite, got NaN or infinite features: check the model")
+        checks.refuse("embedding must be finite", "NaN or infinite features", "check the model")
     return features
 
 

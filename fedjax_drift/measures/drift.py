@@ -18,7 +18,6 @@ from jax import lax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import num_teams
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_gradient
 from fedjax_drift.measures.curvature import curvature, largest_eigenvalue
 from fedjax_drift.round.cohort import CURVATURE, Assignment, look_up
@@ -69,26 +68,19 @@ def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool, s
     for name in names:
         local = engine.model.statistics is not None and engine.model.statistics.kept == "local"
         if local and name not in ("updates", "labels"):
-            raise ConfigurationError(
-                f'measure={name!r} evaluates the global model, got a model with statistics="local", whose running '
-                'statistics only the clients have: use "updates", or statistics="average"'
-            )
+            got = 'a model with statistics="local", whose running statistics only the clients have'
+            checks.refuse(f"measure={name!r} evaluates the global model", got, 'use "updates", or statistics="average"')
         if name in (*CLASSIFIED, *CURVED) and not has_test:
-            raise ConfigurationError(f"measure={name!r} needs a test set, got none: pass test=(x, y) with the data")
+            checks.refuse(f"measure={name!r} needs a test set", "none", "pass test=(x, y) with the data")
         if name == "predictions" and engine.test_size < 2:
-            raise ConfigurationError(
-                'measure="predictions" needs at least 2 test examples, got 1: use a larger test set'
-            )
+            checks.refuse('measure="predictions" needs at least 2 test examples', "1", "use a larger test set")
         if name in (*CLASSIFIED, "labels") and engine.num_classes is None:
-            raise ConfigurationError(
-                f"measure={name!r} needs a classifier with the default loss and one integer label per example, got a "
-                'different model or different labels: use "updates" or "gradients", which work with every model'
-            )
+            what = f"measure={name!r} needs a classifier with the default loss and one integer label per example"
+            fix = 'use "updates" or "gradients", which work with every model'
+            checks.refuse(what, "a different model or different labels", fix)
     if streamed and "gradients" in names:
-        raise ConfigurationError(
-            'measure="gradients" needs the examples of all clients on the devices, got a streamed data set: pass '
-            "stream=False"
-        )
+        what = 'measure="gradients" needs the examples of all clients on the devices'
+        checks.refuse(what, "a streamed data set", "pass stream=False")
     return names
 
 

@@ -19,7 +19,6 @@ from jax import lax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.running_statistics import fine_tuned
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.cohort import FINE_TUNING
 from fedjax_drift.round.engine import Client, Engine, Rows, Shared, TestRows, partitionable, replicated, round_keys
 from fedjax_drift.round.evaluate import after, inputs, score_rows
@@ -63,7 +62,7 @@ def summary(values: Any) -> dict[str, float]:
     finite = np.sort(checks.array("values", values).ravel().astype(float))
     finite = finite[np.isfinite(finite)]
     if not finite.size:
-        raise ConfigurationError("values must have a finite value for at least 1 client, got none")
+        checks.refuse("values must have a finite value for at least 1 client", "none")
     tenth = -(-finite.size // 10)
     statistics = {"clients": finite.size, "mean": finite.mean(), "std": finite.std()}
     statistics |= {name: np.quantile(finite, q) for name, q in QUANTILES.items()}

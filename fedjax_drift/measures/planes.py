@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fedjax_drift import checks, reprs, tree
+from fedjax_drift import checks, reprs, spec, tree
 from fedjax_drift.data import joining
 from fedjax_drift.devices.mesh import put
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.drift import trained
 from fedjax_drift.round.engine import TestRows
 from fedjax_drift.round.rows import place_test
+from fedjax_drift.spec import AmountOrZero, checked
 from fedjax_drift.types import Params, ServerState
 
 FLAT = 1e-4  # three models lie on a line if their triangle is flatter than this
@@ -35,7 +35,13 @@ class LossPlane(NamedTuple):
         return reprs.fields(self)
 
 
-def loss_plane(sim: Any, states: Any, *, examples: Any = None, points: int = 21, margin: float = 0.3) -> LossPlane:
+Points = Annotated[int, spec.integer(2)]  # on an axis
+
+
+@checked
+def loss_plane(
+    sim: Any, states: Any, *, examples: Any = None, points: Points = 21, margin: AmountOrZero = 0.3
+) -> LossPlane:
     """Evaluates the model at the points of a grid in the plane through three models.
 
     The x axis goes from the first model to the second, and the y axis is orthogonal to it (Garipov et al. 2018, arXiv
@@ -53,13 +59,12 @@ def loss_plane(sim: Any, states: Any, *, examples: Any = None, points: int = 21,
 
     Raises:
       ValueError: there are not three models of the same shapes, or they lie on a line; or ``examples`` do not fit to
-        the data or the data are shifted; or an argument is out of range.
+        the data or the data are shifted.
 
     >>> plane = loss_plane(sim, {"start": a, "FedAvg": b, "SCAFFOLD": c})  # doctest: +SKIP
     """
     if not hasattr(sim, "executor"):
-        raise ConfigurationError(f"sim must be a Simulation, got {checks.shown(sim)}: pass fd.Simulation(...)")
-    points, margin = checks.integer("points", points, 2), checks.nonnegative("margin", margin, computed=False)
+        checks.refuse("sim must be a Simulation", checks.shown(sim), "pass fd.Simulation(...)")
     named = named_models(states)
     models = [parameters(sim, f"states[{name!r}]", state) for name, state in named.items()]
     corners = coordinates([trained(sim.setup.engine, model) for model in models])
@@ -83,10 +88,8 @@ def named_models(states: Any) -> dict[str, Any]:
     if isinstance(states, Sequence) and not isinstance(states, str | ServerState):
         states = {f"model {i + 1}": state for i, state in enumerate(states)}
     if not isinstance(states, Mapping) or len(states) != 3:
-        raise ConfigurationError(
-            f"states must be three models, got {checks.shown(states)}: pass [state_1, state_2, state_3], or a dict "
-            "from a name to each"
-        )
+        fix = "pass [state_1, state_2, state_3], or a dict from a name to each"
+        checks.refuse("states must be three models", checks.shown(states), fix)
     return {str(name): state for name, state in states.items()}
 
 
@@ -95,7 +98,7 @@ def parameters(sim: Any, name: str, state: Any) -> Params:
     params = state.params if isinstance(state, ServerState) else state
     tree.check_layout(params, sim.setup.state.params, f"{name} must be shaped like the model's parameters")
     if any(isinstance(leaf, jax.Array) and leaf.is_deleted() for leaf in jax.tree.leaves(params)):
-        raise ConfigurationError(f"{name} must be valid, got one that was donated to a round: keep jax.device_get(it)")
+        checks.refuse(f"{name} must be valid", "one that was donated to a round", "keep jax.device_get(it)")
     return put(params, sim.setup.everywhere)
 
 
@@ -106,10 +109,9 @@ def coordinates(models: Sequence[Params]) -> np.ndarray:
     rest = jax.tree.map(lambda u, v: v - share * u, u, v)
     height = float(tree.dot(rest, rest)) ** 0.5
     if not height > FLAT * max(length, abs(share) * length):
-        raise ConfigurationError(
-            f"states must be three models that do not lie on a line, got a distance of {length:.3g} between the first "
-            f"two, and of {height:.3g} from their line to the third: pass models of other rounds, or of other runs"
-        )
+        what = "states must be three models that do not lie on a line"
+        got = f"a distance of {length:.3g} between the first two, and of {height:.3g} from their line to the third"
+        checks.refuse(what, got, "pass models of other rounds, or of other runs")
     return np.array([[0, 0], [length, 0], [share * length, height]])
 
 
@@ -130,10 +132,8 @@ def evaluated(sim: Any, named: Mapping[str, Any], examples: Any) -> tuple[TestRo
         rounds = [checks.integer(f"the round of states[{name!r}]", state.round, 0) for name, state in states.items()]
         return sim.executor.test(max(rounds, default=0)), sim.setup.engine.test_size
     if sim.data.shifting is not None:
-        raise ConfigurationError(
-            "examples must be left out if the data are shifted, because they depend on the client and the round, got "
-            f"{checks.shown(examples)}: pass a Simulation of the data before .shifted(...)"
-        )
+        what = "examples must be left out if the data are shifted, because they depend on the client and the round"
+        checks.refuse(what, checks.shown(examples), "pass a Simulation of the data before .shifted(...)")
     x, y = joining.checked_pair(*joining.as_pair(examples, "examples"), "examples")
     data = replace(sim.data, x_test=x, y_test=y, test_sizes=None)
     rows = place_test(data, sim.mesh, sim.setup.eval_batch_size, whole=False)

@@ -11,21 +11,21 @@ adapts. Example with differential privacy:
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import checks, tree
+from fedjax_drift import checks, spec, tree
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.errors import ConfigurationError, MissingPackageError
+from fedjax_drift.errors import MissingPackageError
 from fedjax_drift.participation import Participation, cyclic, schedule
 from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.recipes import Recipe, recorded
 from fedjax_drift.recipes import recorded as rule
-from fedjax_drift.spec import Count, NonNegative, Positive, Probability
+from fedjax_drift.spec import Count, Fix, NonNegative, Positive, Probability, checked
 from fedjax_drift.types import THREEFRY, Metrics, PyTree
 
 __all__ = ["Aggregation", "clipped", "epsilon", "mean", "private", "private_ftrl", "rule"]
@@ -110,9 +110,6 @@ def clipped(norm: Positive) -> Aggregation:
 
     Args:
       norm: largest norm of a message, > 0.
-
-    Raises:
-      ValueError: ``norm`` is not a finite number > 0.
     """
     return mean()._replace(
         contribute=lambda state, message, weight: (tree.clip(message, norm), weight), name=f"clipped(norm={norm})"
@@ -162,15 +159,14 @@ def private(
         K / 20, as in the paper.
 
     Raises:
-      ValueError: an argument is out of range; when a simulation is created, also if z >= 2 count_stddev.
+      ValueError: ``count_stddev`` has no effect; when a simulation is created, also if z >= 2 count_stddev.
     """
     z, stddev = noise_multiplier, count_stddev
     name = f"private(clip_norm={clip_norm}, noise_multiplier={noise_multiplier})"
     if target_quantile is None:
         if count_stddev is not None:
-            raise ConfigurationError(
-                f"count_stddev has no effect on a fixed clip, got {count_stddev}: pass target_quantile=0.5, for example"
-            )
+            fix = "pass target_quantile=0.5, for example"
+            checks.refuse("count_stddev has no effect on a fixed clip", count_stddev, fix)
 
         def fixed(state: PyTree, total: PyTree, weight: jax.Array, key: jax.Array, K: int) -> tuple[PyTree, PyTree]:
             return _over(K, _plus(total, z * clip_norm, noise(key, total))), state
@@ -202,10 +198,8 @@ def private(
     def check(K: int) -> None:
         largest = K / 10 if stddev is None else 2 * stddev
         if not traced((z, largest)) and z >= largest:
-            raise ConfigurationError(
-                f"noise_multiplier must be less than {largest:g}, twice count_stddev, got {z}: pass a larger "
-                "count_stddev or a larger cohort"
-            )
+            fix = "pass a larger count_stddev or a larger cohort"
+            checks.refuse(f"noise_multiplier must be less than {largest:g}, twice count_stddev", z, fix)
 
     return Aggregation(
         contribute,
@@ -246,9 +240,6 @@ def private_ftrl(clip_norm: Positive, noise_multiplier: NonNegative, restart_eve
       clip_norm: largest global norm of one client's message, > 0.
       noise_multiplier: standard deviation of the noise of a node in units of ``clip_norm``, >= 0.
       restart_every: the number of rounds of a tree, >= 1. The next round begins another tree.
-
-    Raises:
-      ValueError: an argument is out of range.
     """
     z, R = noise_multiplier, restart_every
 
@@ -316,7 +307,16 @@ class Sampled(Protocol):
     def data(self) -> FederatedData: ...
 
 
-def epsilon(sim: Sampled, rounds: int, delta: float) -> float:
+Rounds = Annotated[int, spec.integer(1, 10**6), Fix("more rounds need too much memory")]
+Delta = Annotated[
+    float,
+    spec.number("in (0, 1)", lambda v: 0 < v < 1, (0.5,), (0, 1), computed=False),
+    Fix("choose less than 1 / number of clients"),
+]
+
+
+@checked
+def epsilon(sim: Sampled, rounds: Rounds, delta: Delta) -> float:
     """Computes the epsilon of client-level (epsilon, delta)-differential privacy after ``rounds`` rounds.
 
     The package dp-accounting composes the mechanisms of the rounds: Poisson-sampled Gaussian mechanisms with privacy
@@ -336,20 +336,14 @@ def epsilon(sim: Sampled, rounds: int, delta: float) -> float:
       epsilon, a float; infinity if ``noise_multiplier`` is 0.
 
     Raises:
-      ValueError: the simulation uses another aggregation, an argument is out of range, or a client may take part more
-        than once in a tree.
+      ValueError: the simulation uses another aggregation, or a client may take part more than once in a tree.
       ImportError: dp-accounting is not installed.
     """
     if not all(hasattr(sim, name) for name in ("aggregation", "participation", "sampling_rate", "data")):
-        raise ConfigurationError(f"sim must be of type Simulation, got {checks.shown(sim)}")
+        checks.refuse("sim must be of type Simulation", checks.shown(sim))
     z, R = sim.aggregation.noise_multiplier, sim.aggregation.restart_every
     if z is None:
-        raise ConfigurationError(
-            f"epsilon needs a simulation with aggregation=fd.aggregation.private(...), got {sim.aggregation.name}"
-        )
-    rounds = checks.integer("rounds", rounds, 1, 10**6, "more rounds need too much memory")
-    fix = "choose less than 1 / number of clients"
-    delta = checks.number("delta", delta, "in (0, 1)", lambda v: 0 < v < 1, fix, False)
+        checks.refuse("epsilon needs a simulation with aggregation=fd.aggregation.private(...)", sim.aggregation.name)
     trees = 0 if R is None else trees_of_a_client(sim.participation, sim.data.num_clients, rounds, R)
     if z == 0:
         return float("inf")
@@ -388,7 +382,6 @@ def trees_of_a_client(participation: Participation, N: int, rounds: int, R: int)
                 break
         else:
             return int(trees.max())
-    raise ConfigurationError(
-        f"the accounting of private_ftrl needs each client at most once in {R} rounds, got {participation!r}: pass "
-        f"fd.participation.cyclic(groups={R}) without a base, or a schedule without repetitions"
-    )
+    what = f"the accounting of private_ftrl needs each client at most once in {R} rounds"
+    fix = f"pass fd.participation.cyclic(groups={R}) without a base, or a schedule without repetitions"
+    checks.refuse(what, repr(participation), fix)

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import tree
+from fedjax_drift import checks, tree
 from fedjax_drift.data.redeal import redeal
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_loss
 from fedjax_drift.participation.rule import Clients
 from fedjax_drift.round.engine import (
@@ -35,7 +34,7 @@ from fedjax_drift.round.engine import (
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.flight import DEVICE_SPEEDS, Past, arrivals, keeps_past, seconds, with_start
 from fedjax_drift.round.places import at_places, in_cohort_order
-from fedjax_drift.round.train import client_work, over_clients
+from fedjax_drift.round.train import client_work, no_losses, over_clients
 from fedjax_drift.types import PyTree, ServerState
 
 # fold_in(clients_key, i) is the key of client i in a round, for i < N. fold_in(clients_key, N + n) is the key for other
@@ -67,10 +66,9 @@ def assign(engine: Engine, state: ServerState, arrays: Arrays, cohort: jax.Array
     """Selects the round's cohort, unless it is given, and assigns it to devices, groups and lanes."""
     rows = arrays.rows
     if rows is None:
-        raise ConfigurationError(
-            "a round of a streamed data set must be called outside jax.jit, jax.vmap and lax.scan, because the host "
-            "sends the examples in every round: use a Python loop, or stream=False"
-        )
+        reason = "because the host sends the examples in every round"
+        what = f"a round of a streamed data set must be called outside jax.jit, jax.vmap and lax.scan, {reason}"
+        checks.refuse(what, "a traced one", "use a Python loop, or stream=False")
     _, key = round_keys(state.key, state.round)
     if cohort is None:
         cohort = look_up(engine, rows, *select(engine, state, arrays))
@@ -133,13 +131,7 @@ def draw(
 def initial_participation(engine: Engine, key: jax.Array, sizes: jax.Array) -> PyTree:
     """The state of the participation rule before round 0. key: that of the state. sizes: int32 [N]."""
     rule = engine.participation
-
-    def losses(ids: jax.Array) -> jax.Array:
-        raise ConfigurationError(
-            f"init of the participation rule {rule.name} must not ask for losses: call clients.losses in select"
-        )
-
-    state = rule.init(jax.random.fold_in(key, PARTICIPATION), Clients(sizes, losses))
+    state = rule.init(jax.random.fold_in(key, PARTICIPATION), Clients(sizes, no_losses(rule, "init")))
     return jax.tree.map(tree.strip_weak_type, state)
 
 

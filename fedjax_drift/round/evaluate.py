@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import AXIS
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import Engine, TestRows, on_each_device, replicated
 from fedjax_drift.shift.rule import TESTING, Owner
 from fedjax_drift.types import Algorithm, Params, PyTree
@@ -128,10 +127,8 @@ def other_models(algorithm: Algorithm, server: Any) -> dict[str, Params]:
     """The models of the server besides w, by name. Raises ConfigurationError unless they are shaped like w."""
     models = {} if algorithm.models is None else algorithm.models(server)
     if not isinstance(models, Mapping):
-        raise ConfigurationError(
-            f'{algorithm.name}: models must return a dict of models such as {{"average": params}}, got '
-            f"{checks.shown(models)}"
-        )
+        what = f'{algorithm.name}: models must return a dict of models such as {{"average": params}}'
+        checks.refuse(what, checks.shown(models))
     for name, params in models.items():
         what = f"{algorithm.name}: the model {name!r} must have the structure and the shapes of the parameters"
         tree.check_layout(params, server.params, what, dtypes=False)

@@ -11,7 +11,6 @@ from typing import Annotated
 
 from fedjax_drift import checks, spec
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.spec import Fix, NonNegative, Positive, Probability, checked
 
 AT_LEAST_1 = spec.number("a number >= 1", lambda v: 1 <= v < math.inf, (1, 1.5), (0.5,), off=1)
@@ -26,7 +25,7 @@ class Failures:
     once for each client. One unit is the time of a client with the mean number of examples and median speed. With
     ``Simulation(devices=)``, times are in seconds, and ``speed_spread`` is an option of `fd.Devices`.
 
-    Raises ValueError for values out of range, and for a ``speed_spread`` that has no effect.
+    Raises ValueError for a ``speed_spread`` that has no effect.
 
     Attributes:
       dropout: Probability, in 0..1, that a selected client drops out. It keeps its old state.
@@ -51,19 +50,15 @@ class Failures:
         spread, over_selection = self.speed_spread, self.over_selection
         useless = self.deadline is None and not traced((spread, over_selection)) and spread and over_selection == 1
         if useless:
-            raise ConfigurationError(
-                f"speed_spread has no effect without deadline or over_selection, got {spread}: pass deadline=1.5, for "
-                "example"
-            )
+            fix = "pass deadline=1.5, for example"
+            checks.refuse("speed_spread has no effect without deadline or over_selection", spread, fix)
 
     def clients_selected(self, K: int, N: int) -> int:
         """The number of clients that a round selects in order to aggregate K of the N clients."""
         selected = math.ceil(round(self.over_selection * K, 9))  # 1.1 * 50 is 55, and a little more in floating point
         if selected > N:
-            raise ConfigurationError(
-                f"over_selection must be in 1..{N / K:.9g} (all clients), got {self.over_selection}: "
-                "1.3 selects 30 % more clients than are aggregated"
-            )
+            fix = "1.3 selects 30 % more clients than are aggregated"
+            checks.refuse(f"over_selection must be in 1..{N / K:.9g} (all clients)", self.over_selection, fix)
         return selected
 
     @property

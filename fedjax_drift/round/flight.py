@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import tree
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, tree
 from fedjax_drift.round.engine import Client, Engine, Shared, round_keys
 from fedjax_drift.round.traffic import sent_and_received
 from fedjax_drift.types import PyTree, ServerState
@@ -99,9 +98,8 @@ def with_start(engine: Engine, state: ServerState, cohort: Client) -> Client:
     _, version = arrivals(engine, state)
     discount = jax.vmap(engine.clock.discount)((state.round - version).astype(float))
     if discount.shape != version.shape:
-        raise ConfigurationError(
-            f"discount of the clock {engine.clock.name} must return a scalar, got the shape {[*discount.shape[1:]]}"
-        )
+        what = f"discount of the clock {engine.clock.name} must return a scalar"
+        checks.refuse(what, f"the shape {[*discount.shape[1:]]}")
     return cohort._replace(version=version, discount=discount)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks
 from fedjax_drift.round.cohort import Assignment
 from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.train import executed_steps
@@ -55,10 +55,8 @@ def of_present(cohort: jax.Array, metrics: Metrics) -> Metrics:
 def with_metrics(engine: Engine, info: dict[str, jax.Array], metrics: Metrics) -> dict[str, jax.Array]:
     """``info`` with additional metrics. Raises ConfigurationError if a name is already used."""
     if clash := (info.keys() | RECORDED) & metrics.keys():
-        raise ConfigurationError(
-            f"{engine.algorithm.name}: the name of a metric must not be used already, got {', '.join(sorted(clash))}: "
-            f"rename it, for example to {min(clash)}_of_clients"
-        )
+        what = f"{engine.algorithm.name}: the name of a metric must not be used already"
+        checks.refuse(what, ", ".join(sorted(clash)), f"rename it, for example to {min(clash)}_of_clients")
     return info | dict(metrics)
 
 

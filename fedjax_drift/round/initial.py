@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import tree
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, tree
 from fedjax_drift.round.clock import initial_clock
 from fedjax_drift.round.cohort import initial_participation
 from fedjax_drift.round.engine import Engine, initial_client, partitionable
@@ -25,10 +24,8 @@ def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array
     clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (engine.state_rows, *jnp.shape(c))), client)
     server, clients = jax.tree.map(tree.strip_weak_type, (engine.algorithm.init_server(params), clients))
     if not hasattr(server, "params"):
-        raise ConfigurationError(
-            f"{engine.algorithm.name}: init_server must return a pytree with an attribute params, got "
-            f"{type(server).__name__}: return a NamedTuple whose field params is the global model"
-        )
+        what = f"{engine.algorithm.name}: init_server must return a pytree with an attribute params"
+        checks.refuse(what, type(server).__name__, "return a NamedTuple whose field params is the global model")
     participation = initial_participation(engine, round_key, sizes)
     averaged = jax.tree.map(tree.strip_weak_type, engine.aggregation.init())
     state = ServerState(jnp.zeros((), jnp.int32), round_key, server, clients, participation, averaged)

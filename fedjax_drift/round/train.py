@@ -19,10 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import AXIS
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import shuffle
 from fedjax_drift.message import decoded, summed
-from fedjax_drift.participation.rule import Clients
+from fedjax_drift.participation.rule import Clients, Participation
 from fedjax_drift.round.client_states import fetch, overwrites, scatter, store
 from fedjax_drift.round.engine import (
     Client,
@@ -238,10 +237,8 @@ def result_of(algorithm: Algorithm, phase: str, server: Any, old: PyTree, work: 
     """What a phase of the algorithm returns. Raises ConfigurationError unless it is a `ClientResult`."""
     result = getattr(algorithm, phase)(server, old, work)
     if not isinstance(result, ClientResult):
-        raise ConfigurationError(
-            f"{algorithm.name}: {phase} must return a ClientResult, got {type(result).__name__}: "
-            "return fd.ClientResult(message, weight, state, metrics)"
-        )
+        fix = "return fd.ClientResult(message, weight, state, metrics)"
+        checks.refuse(f"{algorithm.name}: {phase} must return a ClientResult", type(result).__name__, fix)
     return result
 
 
@@ -256,14 +253,12 @@ def with_survey(algorithm: Algorithm, server: Any, old: PyTree, work: Work) -> W
 def scalars(algorithm: Algorithm, what: str, values: Any) -> dict[str, Any]:
     """Returns the values as a dict. Raises ConfigurationError unless they are a dict of scalars."""
     if not isinstance(values, Mapping) or not all(isinstance(name, str) for name in values):
-        raise ConfigurationError(
-            f'{algorithm.name}: {what} must be a dict of scalars such as {{"gain": 0.5}}, got {checks.shown(values)}'
-        )
+        what = f'{algorithm.name}: {what} must be a dict of scalars such as {{"gain": 0.5}}'
+        checks.refuse(what, checks.shown(values))
     for name, value in values.items():
         if shape := jnp.shape(value):
-            raise ConfigurationError(
-                f"{algorithm.name}: {name} must be a scalar, got {jnp.result_type(value)}{[*shape]}: take its mean"
-            )
+            fix = "take its mean"
+            checks.refuse(f"{algorithm.name}: {name} must be a scalar", f"{jnp.result_type(value)}{[*shape]}", fix)
     return dict(values)
 
 
@@ -312,6 +307,16 @@ def some_message(engine: Engine, params: Params, rows: Rows) -> PyTree:
     return result_of(engine.algorithm, "client_update", shared.server, client, work).message
 
 
+def no_losses(rule: Participation, function: str) -> Callable[[jax.Array], jax.Array]:
+    """`Clients.losses` for a function of a participation rule that must not ask for losses."""
+
+    def losses(ids: jax.Array) -> jax.Array:
+        what = f"{function} of the participation rule {rule.name} must not ask for losses"
+        checks.refuse(what, "a call of clients.losses", "call it in select")
+
+    return losses
+
+
 def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array, available: jax.Array | None) -> jax.Array:
     """The expected sum of the weights of a round's clients, a scalar, for a participation rule with ``expected``.
 
@@ -320,13 +325,7 @@ def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array, available:
     """
     rule, K = engine.participation, engine.clients_selected
     assert rule.expected is not None
-
-    def losses(ids: jax.Array) -> jax.Array:
-        raise ConfigurationError(
-            f"expected of the participation rule {rule.name} must not ask for losses: call clients.losses in select"
-        )
-
-    factor = rule.expected(K, Clients(sizes, losses, available))
+    factor = rule.expected(K, Clients(sizes, no_losses(rule, "expected"), available))
     if available is not None:
         factor = jnp.where(available, factor, 0)
     return factor @ jax.vmap(lambda size: update_of_size(engine, shared, size).weight)(sizes)

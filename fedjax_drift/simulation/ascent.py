@@ -15,10 +15,9 @@ import numpy as np
 import optax
 from jax import lax
 
-from fedjax_drift import tree
-from fedjax_drift.checks import first_line
+from fedjax_drift import checks, tree
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.simulation.tried import shapes_of
 from fedjax_drift.types import Params
 
 GRADIENTS, STEPS = 3, 10  # random gradients, and steps with each
@@ -32,13 +31,14 @@ def check_optimizer(optimizer: optax.GradientTransformation, direction: str | No
       direction: as in `LocalTraining`. If it is not None, the direction is not checked.
       params: shapes and dtypes of the parameters.
     """
-    try:
-        update, _ = jax.eval_shape(lambda p: optimizer.update(p, optimizer.init(p), p), params)
-    except Exception as error:
-        raise ConfigurationError(
-            "optimizer must need only the gradient and the parameters, as optax.scale_by_adam() does, got one that "
-            f"fails ({first_line(error)}): use one without line search that does not need the loss"
-        ) from error
+
+    def first_update(params: Params) -> Params:
+        update, _ = optimizer.update(params, optimizer.init(params), params)
+        return update
+
+    what = "optimizer must need only the gradient and the parameters, as optax.scale_by_adam() does"
+    fix = "use one without line search that does not need the loss"
+    update = shapes_of(what, first_update, params, fix=fix)
     tree.check_layout(update, params, "the updates of the optimizer must be shaped like the parameters", dtypes=False)
     if direction is not None:
         return
@@ -48,17 +48,14 @@ def check_optimizer(optimizer: optax.GradientTransformation, direction: str | No
     along, against = (signs > 0).any(), (signs < 0).any()
     if along and not against:
         return
+    what = "optimizer must map a gradient to an ascent direction"
     if against and not along:
-        raise ConfigurationError(
-            "optimizer must map a gradient to an ascent direction, got one that maps it to a descent direction: pass "
-            "optax.scale_by_adam(), not optax.adam(lr), because the learning rate is lr of LocalTraining; or pass "
-            'direction="descent" and lr=1'
-        )
+        fix = "pass optax.scale_by_adam(), not optax.adam(lr), because the learning rate is lr of LocalTraining; or "
+        fix += 'pass direction="descent" and lr=1'
+        checks.refuse(what, "one that maps it to a descent direction", fix)
     updates = "updates in both directions" if along else f"updates of 0 in the first {STEPS} steps"
-    raise ConfigurationError(
-        f'optimizer must map a gradient to an ascent direction, got {updates}: pass direction="ascent" for an '
-        'optimizer like optax.scale_by_adam(), or direction="descent" and lr=1 for one like optax.adam(lr)'
-    )
+    fix = 'pass direction="ascent" for an optimizer like optax.scale_by_adam(), or direction="descent" and lr=1 for '
+    checks.refuse(what, updates, fix + "one like optax.adam(lr)")
 
 
 def _signs(optimizer: optax.GradientTransformation, params: Params) -> np.ndarray | None:

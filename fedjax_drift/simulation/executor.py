@@ -19,7 +19,6 @@ from fedjax_drift import checks
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import copied, leaf_shardings, put
 from fedjax_drift.devices.processes import spans_processes
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.drift import nan_allowed
 from fedjax_drift.round.engine import Rows, TestRows
 from fedjax_drift.round.evaluate import after, server_scores
@@ -93,7 +92,7 @@ class Executor:
     def test(self, rounds: Any) -> TestRows:
         """The test set after this number of rounds."""
         if self.setup.arrays.test is None:
-            raise ConfigurationError("evaluating needs a test set: pass test=(x, y) to FederatedData.from_clients")
+            checks.refuse("evaluating needs a test set", "none", "pass test=(x, y) to FederatedData.from_clients")
         return after(self.setup.engine, self.setup.arrays.test, rounds)
 
     def test_of_clients(self, rounds: Any) -> TestRows:

@@ -17,6 +17,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.masks import takes_mask
 from fedjax_drift.model import Model, cross_entropy
 from fedjax_drift.simulation import losses, mixing
+from fedjax_drift.simulation.tried import shapes_of
 from fedjax_drift.types import Params
 
 
@@ -44,14 +45,10 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
     def rows(array: np.ndarray) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((B, *array.shape[1:]), jax.dtypes.canonicalize_dtype(array.dtype))
 
-    try:
-        params = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-    except Exception as error:  # usually because of a leaf that is not an array
-        raise ConfigurationError(
-            f"Model.init must take a key and return a pytree of arrays only ({first_line(error)}): keep functions and "
-            "settings outside; for an Equinox module, return eqx.partition(module, eqx.is_inexact_array)[0], and use "
-            "eqx.combine in apply"
-        ) from error
+    what = "Model.init must take a key and return a pytree of arrays only"
+    fix = "keep functions and settings outside; for an Equinox module, return eqx.partition(module, "
+    fix += "eqx.is_inexact_array)[0], and use eqx.combine in apply"
+    params = shapes_of(what, lambda: model.init(jax.random.key(0)), fix=fix)
     axes.check(model.output_axes, params)
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -59,7 +56,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
             fix = "keep constants outside params"
             if "rngs" in name:
                 fix = "use fd.Model.from_nnx(lambda rngs: Net(rngs)), which takes only the parameters of an nnx module"
-            raise ConfigurationError(f"parameters must have a floating dtype, got {leaf.dtype} at {name}: {fix}")
+            checks.refuse("parameters must have a floating dtype", f"{leaf.dtype} at {name}", fix)
     masked = model.with_mask(jnp.ones(B, bool))
     try:
         logits = jax.eval_shape(lambda p, x: masked.apply(p, decode(x)), params, rows(data.x))
@@ -74,39 +71,29 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
             f"({first_line(error)}): {fix}"
         ) from error
     if not isinstance(logits, jax.ShapeDtypeStruct):
-        raise ConfigurationError(
-            f"Model.apply must return an array, got a {type(logits).__name__}: return the logits alone"
-        )
+        checks.refuse("Model.apply must return an array", f"a {type(logits).__name__}", "return the logits alone")
     default_loss = model.loss is cross_entropy
     for kind, y in (("training", data.y), ("test", data.y_test)):
         if y is None or not default_loss:
             continue
         if not np.issubdtype(y.dtype, np.integer):
             fix = "y.astype(int)" if y.dtype == bool else "y.astype(int) if they are class numbers, or Model(loss=...)"
-            raise ConfigurationError(f"{kind} labels must be integers for the default loss, got {y.dtype}: pass {fix}")
+            checks.refuse(f"{kind} labels must be integers for the default loss", y.dtype, f"pass {fix}")
         if logits.shape[:-1] != (B, *y.shape[1:]):
-            raise ConfigurationError(
-                f"{kind} labels must have the shape of the logits without the class axis, that is "
-                f"{[*logits.shape[1:-1]]} per example, got {[*y.shape[1:]]}: convert the labels (one-hot labels: "
-                "y.argmax(-1)), or pass Model(loss=...)"
-            )
+            what = f"{kind} labels must have the shape of the logits without the class axis, "
+            what += f"that is {[*logits.shape[1:-1]]} per example"
+            fix = "convert the labels (one-hot labels: y.argmax(-1)), or pass Model(loss=...)"
+            checks.refuse(what, [*y.shape[1:]], fix)
         C = logits.shape[-1]
         low, high = data.range_of("y" if kind == "training" else "y_test")
         if low < 0 or high >= C:
-            raise ConfigurationError(losses.outside(kind, C, y, low, high))
-    try:
-        loss = jax.eval_shape(masked.loss, logits, rows(data.y)).shape
-    except Exception as error:
-        raise ConfigurationError(
-            f"the loss does not accept logits {[*logits.shape]} with labels {[B, *data.y.shape[1:]]}: "
-            f"{first_line(error)}"
-        ) from error
-    if loss != (B,):
-        raise ConfigurationError(
-            f"the loss must return one number per example, [{B}] for {B} examples, got {[*loss]} for logits "
-            f"{[*logits.shape]} and labels {[B, *data.y.shape[1:]]}: do not average over the examples, and check that "
-            "logits and labels have matching shapes"
-        )
+            losses.refuse_labels(kind, C, y, low, high)
+    z, labels = [*logits.shape], [B, *data.y.shape[1:]]
+    loss = shapes_of(f"the loss must accept logits {z} with labels {labels}", masked.loss, logits, rows(data.y))
+    if getattr(loss, "shape", None) != (B,):
+        got = f"{jax.tree.map(lambda a: [*a.shape], loss)} for logits {z} and labels {labels}"
+        fix = "do not average over the examples, and check that logits and labels have matching shapes"
+        checks.refuse(f"the loss must return one number per example, [{B}] for {B} examples", got, fix)
     if not default_loss:
         if takes_mask(model.loss):
             losses.check_padding(model.loss, logits, data.y)
@@ -148,35 +135,27 @@ def _check_scores(scores: Callable, whole: list, some: list) -> tuple[tuple[str,
     outputs = _scores_of(scores, *whole)
     by_row = tuple(name for name, value in outputs.items() if value.shape == whole[0].shape[:1])
     if wrong := [name for name, value in outputs.items() if value.shape and name not in by_row]:
-        raise ConfigurationError(
-            f"Model.scores must return a number or one number per example, [{whole[0].shape[0]}] for the test set, got "
-            f"{[*outputs[wrong[0]].shape]} for {wrong[0]!r}"
-        )
+        what = f"Model.scores must return a number or one number per example, [{whole[0].shape[0]}] for the test set"
+        checks.refuse(what, f"{[*outputs[wrong[0]].shape]} for {wrong[0]!r}")
     if "loss" in outputs:
-        raise ConfigurationError(
-            'Model.scores must not return "loss", which is the name of the mean of Model.loss: choose another name'
-        )
+        what = 'Model.scores must not return "loss", which is the name of the mean of Model.loss'
+        checks.refuse(what, checks.listed(outputs), "choose another name")
     if by_row:  # they are also computed for a batch, and for the examples of one client
         few = _scores_of(scores, *some)
         if any(few[name].shape != some[0].shape[:1] for name in by_row if name in few) or few.keys() != outputs.keys():
-            raise ConfigurationError(
-                f"Model.scores must return one number per example for any number of examples, got for "
-                f"{some[0].shape[0]} examples: {', '.join(f'{name} {[*value.shape]}' for name, value in few.items())}"
-            )
+            what = "Model.scores must return one number per example for any number of examples"
+            shapes = ", ".join(f"{name} {[*value.shape]}" for name, value in few.items())
+            checks.refuse(what, f"for {some[0].shape[0]} examples: {shapes}")
     return by_row, tuple(name for name in outputs if name not in by_row)
 
 
 def _scores_of(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtypeStruct) -> dict[str, Any]:
     """The shapes of the entries of `Model.scores`."""
-    try:
-        outputs = jax.eval_shape(scores, logits, y)
-    except Exception as error:
-        raise ConfigurationError(
-            f"Model.scores does not accept logits {[*logits.shape]} with labels {[*y.shape]}: {first_line(error)}"
-        ) from error
+    what = f"Model.scores must accept logits {[*logits.shape]} with labels {[*y.shape]}"
+    outputs = shapes_of(what, scores, logits, y)
     if not isinstance(outputs, dict) or not all(hasattr(value, "shape") for value in outputs.values()):
-        kind = type(outputs).__name__
-        raise ConfigurationError(f'Model.scores must return a dict of numbers such as {{"auc": ...}}, got a {kind}')
+        what = 'Model.scores must return a dict of numbers such as {"auc": ...}'
+        checks.refuse(what, f"a {type(outputs).__name__}")
     return outputs
 
 
@@ -196,10 +175,11 @@ def _check_ids(vocabulary: Any, data: FederatedData) -> None:
         if len(bad):
             k = bad[0]
             where = f" at position {k}" if len(sizes) > 1 else ""
-            raise ConfigurationError(
-                f"{kind} inputs must be ids in 0..{rows[k] - 1}{where}, the rows of the model's table, got "
-                f"{low[k]}..{high[k]}: use a model with a larger vocabulary, or one id for all unknown tokens; "
-                "Model(vocabulary=None) switches this check off"
+            checks.refuse(
+                f"{kind} inputs must be ids in 0..{rows[k] - 1}{where}, the rows of the model's table",
+                f"{low[k]}..{high[k]}",
+                "use a model with a larger vocabulary, or one id for all unknown tokens; Model(vocabulary=None) "
+                "switches this check off",
             )
 
 
@@ -220,6 +200,4 @@ def _check_range(data: FederatedData, name: str) -> None:
     low, high = data.range_of(name)
     if low < limits.min or high > limits.max:
         fix = "number the classes from 0" if labels else 'rescale, or jax.config.update("jax_enable_x64", True)'
-        raise ConfigurationError(
-            f"data must fit in {computed}, which JAX computes with, got {low}..{high} in {name}: {fix}"
-        )
+        checks.refuse(f"data must fit in {computed}, which JAX computes with", f"{low}..{high} in {name}", fix)

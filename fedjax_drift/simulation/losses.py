@@ -7,15 +7,15 @@ and yet every example has the labels of the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
+from fedjax_drift import checks
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.errors import ConfigurationError
 
 NONE = (-1, -100)  # labels of examples without a label, in GLUE's test sets and in PyTorch's losses
 COMPARISONS, LIMITS = ("eq", "ne", "lt", "le", "gt", "ge"), ("max", "min", "clamp", "rem")  # names of primitives
@@ -37,11 +37,12 @@ def check_apart(function: Function, logits: jax.ShapeDtypeStruct, y: np.ndarray,
     if traced(together) or _same(together, alone):  # traced: inside jax.jit, as in a sweep
         return
     k = int(np.argmax(np.abs(np.asarray(together, float) - np.asarray(alone, float))))
-    raise ConfigurationError(
-        f"{what} of an example must not depend on the other examples of its batch, got {float(alone[k]):.4g} alone and "
-        f"{float(together[k]):.4g} in a batch of {len(z)}: check that logits {[*z.shape]} and labels "
-        f"{[*labels.shape]} do not broadcast against each other; z[:, 0] turns logits [B, 1] into [B]; a loss that "
-        "compares the examples of a batch needs an argument mask, loss(logits, y, mask), which is False for padding"
+    checks.refuse(
+        f"{what} of an example must not depend on the other examples of its batch",
+        f"{float(alone[k]):.4g} alone and {float(together[k]):.4g} in a batch of {len(z)}",
+        f"check that logits {[*z.shape]} and labels {[*labels.shape]} do not broadcast against each other; z[:, 0] "
+        "turns logits [B, 1] into [B]; a loss that compares the examples of a batch needs an argument mask, "
+        "loss(logits, y, mask), which is False for padding",
     )
 
 
@@ -56,10 +57,9 @@ def check_padding(loss: Callable, logits: jax.ShapeDtypeStruct, y: np.ndarray) -
     if traced(values) or _same(*values):
         return
     k = int(np.argmax(np.abs(np.asarray(values[0], float) - np.asarray(values[1], float))))
-    raise ConfigurationError(
-        f"the loss of an example must not depend on the padding of its batch, got {float(values[0][k]):.4g} and "
-        f"{float(values[1][k]):.4g} with another padding: leave out the examples where mask is False"
-    )
+    what = "the loss of an example must not depend on the padding of its batch"
+    fix = "leave out the examples where mask is False"
+    checks.refuse(what, f"{float(values[0][k]):.4g} and {float(values[1][k]):.4g} with another padding", fix)
 
 
 def check_labels(loss: Function, logits: jax.ShapeDtypeStruct, y: np.ndarray, low: Any, high: Any, kind: str) -> None:
@@ -87,22 +87,19 @@ def check_labels(loss: Function, logits: jax.ShapeDtypeStruct, y: np.ndarray, lo
     if z.shape[:-1] == labels.shape and C > 1:
         for label in (low, high):
             if not 0 <= label < C and _mistakes(loss, z, labels, label.item()):
-                raise ConfigurationError(outside(kind, C, y, low, high))
+                refuse_labels(kind, C, y, low, high)
     elif z.size == labels.size and not 0 <= low <= high <= 1:
         flat = z.reshape(len(z), -1)
         terms = jax.nn.softplus(flat) - labels.reshape(flat.shape) * flat  # the binary cross-entropy
         if _same(values, terms.mean(1)) or _same(values, terms.sum(1)):
-            raise ConfigurationError(
-                f"{kind} labels must be in 0..1 for the binary cross-entropy, got {low}..{high}: {_numbered(y)}"
-            )
+            checks.refuse(f"{kind} labels must be in 0..1 for the binary cross-entropy", f"{low}..{high}", _numbered(y))
 
 
-def outside(kind: str, num_classes: int, y: np.ndarray, low: Any, high: Any) -> str:
-    """The message for class labels that are out of range. y: the labels of all examples, [M, ...]."""
+def refuse_labels(kind: str, num_classes: int, y: np.ndarray, low: Any, high: Any) -> NoReturn:
+    """Raises ConfigurationError for class labels that are out of range. y: the labels of all examples, [M, ...]."""
     fix = _numbered(y) if low < 0 else "use a model with more classes, or renumber the labels"
-    return (
-        f"{kind} labels must be in 0..{num_classes - 1} (the model has {num_classes} outputs), got {low}..{high}: {fix}"
-    )
+    what = f"{kind} labels must be in 0..{num_classes - 1} (the model has {num_classes} outputs)"
+    checks.refuse(what, f"{low}..{high}", fix)
 
 
 def _numbered(y: np.ndarray) -> str:

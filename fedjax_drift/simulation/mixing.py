@@ -16,10 +16,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import recipes
+from fedjax_drift import checks, recipes
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.masks import takes_mask
 from fedjax_drift.model import FUNCTIONS, Model
 from fedjax_drift.simulation.rowwise import Rows, dependences
@@ -75,10 +74,8 @@ def _check_same(model: Model, name: str, before: jax.Array, after: jax.Array) ->
             f"BatchNorm of flax with statistics=, or give {field} a last argument mask, bool [B], and {fix} "
             "(docs/models.md)"
         )
-    raise ConfigurationError(
-        f"Model.{name} of an example must not depend on the {others} of its batch, got a relative change of "
-        f"{change / scale if scale else change:.2g} with another batch: {fix}"
-    )
+    what = f"Model.{name} of an example must not depend on the {others} of its batch"
+    checks.refuse(what, f"a relative change of {change / scale if scale else change:.2g} with another batch", fix)
 
 
 def _some(leaf: jax.ShapeDtypeStruct) -> np.ndarray:

@@ -21,7 +21,6 @@ from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import AXIS, MODEL_AXIS, clients_mesh, is_described, num_teams, over_team, put, team_size
 from fedjax_drift.devices.processes import spans_processes
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.model import Model
 from fedjax_drift.recipes import Frozen
 from fedjax_drift.round.engine import Engine
@@ -58,7 +57,7 @@ OR_AUTO = Fix('or pass "auto"')
 class Placement:
     """Options for the placement of examples and client states on devices. Pass it as ``Simulation(placement=)``.
 
-    The placement does not change the results, except for rounding errors. Raises ValueError for values out of range.
+    The placement does not change the results, except for rounding errors.
 
     Attributes:
       lanes: L, the number of lanes: L clients train side by side (vmap) on one device. None means 1.
@@ -119,9 +118,7 @@ class Placement:
             together = team_size(self.mesh)
         mesh = clients_mesh(devices, together)
         if not mesh.local_devices:
-            raise ConfigurationError(
-                "mesh must have a device of this process, got none: make it, and use it, where there is one"
-            )
+            checks.refuse("mesh must have a device of this process", "none", "make it, and use it, where there is one")
         return mesh
 
     def lanes_for(self, capacity: int, mesh: Mesh, lane_on: Callable[[str], Lane]) -> int:
@@ -136,20 +133,16 @@ class Placement:
         """Returns where the training examples are kept: "devices" (replicated), "parts" (sharded) or "host"."""
         if self.shard_data is True:
             if self.stream is True:
-                raise ConfigurationError(
-                    "shard_data=True keeps the examples on the devices, stream=True on the host: choose one"
-                )
+                what = "shard_data=True keeps the examples on the devices, stream=True on the host"
+                checks.refuse(what, "both", "choose one")
             if data.redeal is not None:
-                raise ConfigurationError(
-                    "shard_data must be False for data.redealt(), which pools the examples of a cohort, got True"
-                )
+                what = "shard_data must be False for data.redealt(), which pools the examples of a cohort"
+                checks.refuse(what, "True")
         needed, D = data.x.nbytes + data.y.nbytes, num_teams(mesh)
         # Examples are counted in int32, including the padding of sharded examples.
         fits_int32, fits_sharded = len(data.x) < 2**31, len(data.x) + D * int(data.sizes.max()) < 2**31
         if self.shard_data is True and not fits_sharded:
-            raise ConfigurationError(
-                f"shard_data=True needs fewer than 2**31 examples, got {len(data.x)}: use stream=True"
-            )
+            checks.refuse("shard_data=True needs fewer than 2**31 examples", len(data.x), "use stream=True")
         if self.stream is True:
             return "host"
         if self.shard_data is True:
@@ -172,10 +165,8 @@ class Placement:
         if not checks.is_auto(self.bank):
             chosen = str(self.bank)
             if chosen not in (*ON_DEVICES, "host") and spans_processes(mesh):
-                raise ConfigurationError(
-                    f'bank must be "device", "sharded" or "host" over several processes, got the folder {chosen}: its '
-                    "files are for one process"
-                )
+                what = 'bank must be "device", "sharded" or "host" over several processes'
+                checks.refuse(what, f"the folder {chosen}", "its files are for one process")
             return chosen
         D = num_teams(mesh)
         # The devices of a team share the states, except for biases and other small arrays.

@@ -113,10 +113,8 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
     """Compiles the round, and reports what it needs. See `Simulation.plan`."""
     if setup.needs_host:
         what = "the training examples" if setup.streamed else "the client states"
-        raise ConfigurationError(
-            f"a plan needs {what} on the devices, but they would be kept on the host: use more devices, or "
-            f"{'stream=False' if setup.streamed else 'bank=' + repr('sharded')}"
-        )
+        fix = f"use more devices, or {'stream=False' if setup.streamed else 'bank=' + repr('sharded')}"
+        checks.refuse(f"a plan needs {what} on the devices", "a simulation that keeps them on the host", fix)
     start = time.perf_counter()
     try:
         compiled = compiled_round(setup, programs)

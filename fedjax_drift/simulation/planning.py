@@ -28,7 +28,7 @@ def plan(topology: str, model: Model, data: FederatedData, algorithm: Algorithm,
       options: as in `Simulation`.
 
     Raises:
-      ValueError: an argument is wrong, or the examples or client states would be kept on the host.
+      ValueError: the examples or client states would be kept on the host.
       ImportError: the compiler for these devices is not installed.
     """
     return Simulation(model, data, algorithm, mesh=described_mesh(topology), **options).plan()

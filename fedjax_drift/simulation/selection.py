@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.participation import Clients, Participation, uniform
 from fedjax_drift.participation.cohorts import SHORT_NAMES
 from fedjax_drift.types import THREEFRY
@@ -40,7 +39,7 @@ def rule_of(participation: Any) -> Participation:
 def named_rule(sampling: Any, participation: Any) -> Participation:
     """The rule with the name ``sampling``. participation: the other option, which must then be None."""
     if participation is not None:
-        raise ConfigurationError("participation= and sampling= are two names of one option, got both: pass one")
+        checks.refuse("participation= and sampling= are two names of one option", "both", "pass one")
     return SHORT_NAMES[checks.choice("sampling", sampling, SHORT_NAMES)]()
 
 
@@ -66,25 +65,18 @@ def selection_of(rule: Participation, N: int, K: int) -> Selection:
         first, jax.random.key(0, impl=THREEFRY), jax.ShapeDtypeStruct((N,), jnp.int32)
     )
     if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state)):
-        raise ConfigurationError(
-            f"the state of {rule.name} must have arrays of numbers, got a key: keep jax.random.key_data(key) instead"
-        )
+        fix = "keep jax.random.key_data(key) instead"
+        checks.refuse(f"the state of {rule.name} must have arrays of numbers", "a key", fix)
     if not isinstance(result, tuple) or len(result) != 2:
-        raise ConfigurationError(
-            f"select of {rule.name} must return (ids, factor), got {checks.shown(result)}: return (ids, None) for "
-            "clients without a factor"
-        )
+        fix = "return (ids, None) for clients without a factor"
+        checks.refuse(f"select of {rule.name} must return (ids, factor)", checks.shown(result), fix)
     ids, factor = result
     if getattr(ids, "shape", None) != (capacity,) or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ConfigurationError(
-            f"ids of {rule.name} must be integers [{capacity}], as many as most(N, K) says, got {checks.shown(ids)}"
-        )
+        what = f"ids of {rule.name} must be integers [{capacity}], as many as most(N, K) says"
+        checks.refuse(what, checks.shown(ids))
     if factor is not None and getattr(factor, "shape", None) != (capacity,):
-        raise ConfigurationError(
-            f"factors of {rule.name} must be float [{capacity}], one for each id, or None, got {checks.shown(factor)}"
-        )
+        what = f"factors of {rule.name} must be float [{capacity}], one for each id, or None"
+        checks.refuse(what, checks.shown(factor))
     if available is not None and (available.shape != (N,) or available.dtype != bool):
-        raise ConfigurationError(
-            f"available of {rule.name} must return bool [{N}], one for each client, got {checks.shown(available)}"
-        )
+        checks.refuse(f"available of {rule.name} must return bool [{N}], one for each client", checks.shown(available))
     return Selection(rule, capacity, factor is not None or not rule.distinct, bool(asked))

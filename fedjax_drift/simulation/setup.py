@@ -19,7 +19,6 @@ from fedjax_drift.clock import Clock, Devices
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import flat, leaf_shardings, num_teams, team_size
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift
 from fedjax_drift.message import summed
@@ -125,14 +124,16 @@ class Setup:
             if len({jax.tree.structure(each) for each in (stored, expected)}) == 1:
                 continue
             if not jax.tree.leaves(stored):
-                raise ConfigurationError(
-                    f"state must have the state of the {what} {name} in its field {field}, got {stored}: save all "
-                    "fields but the client states, which is state._replace(clients=()), or start with init"
-                )
-            raise ConfigurationError(
-                f"state must be of a simulation with the {what} {name}, got one of another {what}: start with init, or "
-                f"keep the field {field} of the state"
-            )
+                fix = "save all fields but the client states, which is state._replace(clients=()), or start with init"
+                checks.refuse(f"state must have the state of the {what} {name} in its field {field}", stored, fix)
+            fix = f"start with init, or keep the field {field} of the state"
+            checks.refuse(f"state must be of a simulation with the {what} {name}", f"one of another {what}", fix)
+
+    def refuse_traced(self, name: str, value: Any) -> None:
+        """Raises ConfigurationError if client states, which are on the host, would depend on a traced value."""
+        if traced(value):
+            what = f"{name} must not be traced with bank={self.client_store!r}, which keeps client states outside JAX"
+            checks.refuse(what, "a traced one", 'do not use jax.jit, vmap or scan, or pass bank="device"')
 
     def admit(self, state: Any) -> ServerState:
         """Returns the state on the devices of this simulation. The state may come from another simulation or a file.
@@ -143,33 +144,24 @@ class Setup:
         validate.check_x64(self.x64)
         clients, expected = state.clients, self.state
         if self.states_on_host:
-            if traced(state):
-                raise ConfigurationError(
-                    f"state must not be traced with bank={self.client_store!r}, which keeps client states outside JAX: "
-                    'do not use jax.jit, vmap or scan, or pass bank="device"'
-                )
+            self.refuse_traced("state", state)
             state, expected = state._replace(clients=()), expected._replace(clients=())
         self.check_rules(state)
         tree.check_layout(state, expected, "this state is of another algorithm, model or federation")
         arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and not traced(leaf)]
         if any(array.is_deleted() for array in arrays):
-            raise ConfigurationError(
-                "state must be valid, got one that was donated to a round: use the state that this round returned"
-            )
+            fix = "use the state that this round returned"
+            checks.refuse("state must be valid", "one that was donated to a round", fix)
         state = moved(state, leaf_shardings(self.shardings, state))
         if not self.states_on_host:
             return state
         if not isinstance(clients, ClientStore):
-            raise ConfigurationError(
-                f"state must come from a simulation with bank={self.client_store!r}, got one whose client states are "
-                "on the devices: use the same bank= in both simulations"
-            )
+            what = f"state must come from a simulation with bank={self.client_store!r}"
+            checks.refuse(what, "one whose client states are on the devices", "use the same bank= in both simulations")
         if clients.round != int(state.round):
-            raise ConfigurationError(
-                f"state must be the newest one, got a state of round {int(state.round)} whose client states were "
-                f"overwritten in round {clients.round}: use the newest state (bank={self.client_store!r} keeps only "
-                "that)"
-            )
+            what = "state must be the newest one"
+            got = f"a state of round {int(state.round)} whose client states were overwritten in round {clients.round}"
+            checks.refuse(what, got, f"use the newest state (bank={self.client_store!r} keeps only that)")
         return state._replace(clients=clients)
 
 
@@ -210,10 +202,8 @@ def assemble(options: Options) -> Setup:
     clients_selected = failures.clients_selected(cohort_size, N)
     on_nonfinite = checks.choice("on_nonfinite", options.on_nonfinite, ("keep", "drop_client", "raise"))
     if placement.donate and on_nonfinite == "raise":
-        raise ConfigurationError(
-            'on_nonfinite must be "keep" or "drop_client" with donate=True, got "raise": pass donate=False, because a '
-            "failed round would have overwritten its state"
-        )
+        fix = "pass donate=False, because a failed round would have overwritten its state"
+        checks.refuse('on_nonfinite must be "keep" or "drop_client" with donate=True', '"raise"', fix)
     over_selected = clients_selected > cohort_size
     selection = selection_of(participation, N, clients_selected)
     validate.check_aggregation(aggregation, algorithm, participation, over_selected, data)
@@ -226,10 +216,8 @@ def assemble(options: Options) -> Setup:
 
     mesh = placement.devices()
     if team_size(mesh) > 1 and not model.frozen:
-        raise ConfigurationError(
-            f"devices_per_client must be 1 for a model that is trained whole, got {team_size(mesh)}: only "
-            "frozen parameters (fd.models.lora) are sharded over the devices of a client"
-        )
+        fix = "only frozen parameters (fd.models.lora) are sharded over the devices of a client"
+        checks.refuse("devices_per_client must be 1 for a model that is trained whole", team_size(mesh), fix)
     model_with_arrays, model = model, recipes.without_arrays(model)
     capacity = selection.capacity
     decoded = data.decoding
@@ -243,10 +231,8 @@ def assemble(options: Options) -> Setup:
     validate.check_shift(data)
     rows_at = placement.rows_at(data, mesh)
     if selection.asks_losses and rows_at == "host":
-        raise ConfigurationError(
-            f"{participation.name} needs the losses of clients that do not train, and so all examples on the devices, "
-            "got a streamed data set: pass stream=False"
-        )
+        what = f"{participation.name} needs the losses of clients that do not train, and so all examples on the devices"
+        checks.refuse(what, "a streamed data set", "pass stream=False")
     D = num_teams(mesh)
     lane = partial(lane_of, model, decoded, data.x, data.y, min(local.batch_size, max_size))
     engine = Engine(
@@ -296,10 +282,8 @@ def assemble(options: Options) -> Setup:
         test = at_round(engine, arrays.test, jnp.int32(0)) if arrays.test is not None else None
         scores = jax.eval_shape(partial(evaluate, engine), shapes.params, test)
         if "accuracy" not in scores:
-            raise ConfigurationError(
-                f"{algorithm.name} needs the test accuracy, got an evaluation without it: use a classifier and integer "
-                'labels, or a Model whose scores return an "accuracy"'
-            )
+            fix = 'use a classifier and integer labels, or a Model whose scores return an "accuracy"'
+            checks.refuse(f"{algorithm.name} needs the test accuracy", "an evaluation without it", fix)
 
     def added() -> Any:  # the shapes of what one client adds to the sum
         return jax.eval_shape(lambda *shapes: summed(some_message(engine, *shapes)), shapes.params, Rows(*engine.row))

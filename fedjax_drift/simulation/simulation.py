@@ -112,7 +112,7 @@ class Simulation:
         ``Simulation(..., dropout=0.1, lanes=16)``.
 
     Raises:
-      ValueError: arguments out of range, or a model that does not fit the data.
+      ValueError: options that exclude each other, or a model that does not fit the data.
     """
 
     def __init__(
@@ -272,11 +272,7 @@ class Simulation:
         state = self.executor.launch("init", key, params, self.setup.arrays.sizes)
         if not self.setup.states_on_host:
             return state
-        if traced(state):
-            raise ConfigurationError(
-                f"key must not be traced with bank={self.bank!r}, which keeps client states outside JAX: do not use "
-                'jax.jit, vmap or scan, or pass bank="device"'
-            )
+        self.setup.refuse_traced("key", state)
         initial = jax.tree.map(lambda leaf: leaf[0], jax.device_get(state.clients))
         folder = None if self.bank == "host" else self.bank
         store = ClientStore.create(initial, self.data.num_clients, folder, self.specification.store_identity(state))
@@ -301,9 +297,8 @@ class Simulation:
         """
         setup = self.setup
         if self.bank in (*ON_DEVICES, "host"):
-            raise ConfigurationError(
-                f"bank must be a folder for reopen, got bank={self.bank!r}: create the simulation with bank=path"
-            )
+            fix = "create the simulation with bank=path"
+            checks.refuse("bank must be a folder for reopen", f"bank={self.bank!r}", fix)
         validate.check_state(state)
         setup.check_rules(state)
         what = "this state is of another algorithm, model or federation"
@@ -387,10 +382,9 @@ class Simulation:
         state, cohort = setup.admit(state), self._checked_cohort(cohort)
         if setup.needs_host:
             if traced((state.key, cohort)):
-                raise ConfigurationError(
-                    "state and cohort must not be traced if examples or client states are kept on the host: call "
-                    'round_fn outside jax.jit, vmap and scan, or pass stream=False and bank="device"'
-                )
+                what = "state and cohort must not be traced if examples or client states are kept on the host"
+                fix = 'call round_fn outside jax.jit, vmap and scan, or pass stream=False and bank="device"'
+                checks.refuse(what, "traced ones", fix)
             fetched = self.executor.fetch(self.executor.selects_from(state), cohort)
         else:
             fetched = Fetched(setup.arrays, cohort)
@@ -402,24 +396,20 @@ class Simulation:
         if cohort is None:
             return None
         if self.setup.engine.asynchronous:
-            raise ConfigurationError(
-                f"{what} must be None with asynchronous rounds, whose clients are those that report next: leave it out"
-            )
+            what += " must be None with asynchronous rounds, whose clients are those that report next"
+            checks.refuse(what, checks.shown(cohort), "leave it out")
         if self.participation.expected is not None:
-            raise ConfigurationError(
-                f"{what} must be None with {self.participation.name}, which divides by the expected weight of the "
-                "clients that it selects itself: leave it out, or use another participation rule"
-            )
+            reason = "which divides by the expected weight of the clients that it selects itself"
+            fix = "leave it out, or use another participation rule"
+            checks.refuse(f"{what} must be None with {self.participation.name}, {reason}", checks.shown(cohort), fix)
         if traced(cohort):
             return cohort
         if isinstance(cohort, Sequence) and any(isinstance(client, str) for client in cohort):
             cohort = [self.data.id_of(client) if isinstance(client, str) else client for client in cohort]
         ids, engine = validate.check_cohort(cohort, self.data.num_clients, what), self.setup.engine
         if engine.redeal is not None and engine.redeal.alpha is not None and len(ids) > engine.capacity:
-            raise ConfigurationError(
-                f"{what} must have at most {engine.capacity} clients with data.redealt(alpha), got {len(ids)}: "
-                "pass a larger cohort_size to Simulation"
-            )
+            fix = "pass a larger cohort_size to Simulation"
+            checks.refuse(f"{what} must have at most {engine.capacity} clients with data.redealt(alpha)", len(ids), fix)
         return put(ids, self.setup.everywhere) if spans_processes(self.mesh) else ids
 
     def _cohorts(self, cohort: Cohorts | None, first: int, last: int) -> Callable[[int], Any]:
@@ -435,15 +425,11 @@ class Simulation:
             return lambda t: checked(t, cohort(t))
         rows_missing = isinstance(cohort, str | bytes) or getattr(cohort, "ndim", 1) == 0
         if rows_missing or not isinstance(cohort, Sequence | np.ndarray | jax.Array):
-            raise ConfigurationError(
-                f"cohort must be an array [rounds, clients] or a function of the round, got {checks.shown(cohort)}: "
-                "pass lambda t: ids, for example"
-            )
+            what = "cohort must be an array [rounds, clients] or a function of the round"
+            checks.refuse(what, checks.shown(cohort), "pass lambda t: ids, for example")
         if len(cohort) < last:
-            raise ConfigurationError(
-                f"cohort must have a row for each of the rounds 0 to {last - 1}, got {len(cohort)} rows: add rows, or "
-                f"pass rounds={max(0, len(cohort) - first)}"
-            )
+            fix = f"add rows, or pass rounds={max(0, len(cohort) - first)}"
+            checks.refuse(f"cohort must have a row for each of the rounds 0 to {last - 1}", f"{len(cohort)} rows", fix)
         rows = {t: checked(t, cohort[t]) for t in range(first, last)}  # before anything is compiled
         return rows.__getitem__
 
@@ -517,13 +503,13 @@ class Simulation:
           round.
 
         Raises:
-          ValueError: an argument is out of range; or the folder cannot be written, is in use or belongs to another run.
-            These errors are raised before anything is compiled.
+          ValueError: the folder cannot be written, is in use or belongs to another run. This is raised before anything
+            is compiled.
           OSError: the end of the run could not be saved. (If an earlier save fails, there is only a warning.)
 
         The errors of `round_fn` can be raised, too.
         """
-        asked = Asked.checked(rounds, eval_every, measure_every, progress, until)
+        asked = Asked(rounds, eval_every, measure_every, progress, until)
         if on_round is not None:
             checks.function("on_round", on_round, "it is called with each record", takes=1)
         if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
@@ -638,7 +624,7 @@ class Simulation:
             20 products with the Hessian for each client.
 
         Raises:
-          ValueError: a name is unknown, or a measure needs a test set or labels that the data do not have.
+          ValueError: a measure needs a test set or labels that the data do not have.
         """
         setup = self.setup
         names = drift.check_measures(names, setup.engine, self.data.x_test is not None, setup.streamed)
@@ -730,9 +716,6 @@ class Simulation:
         Args:
           state: from `init` or an earlier round.
           client: an id in 0..N-1, or a client name.
-
-        Raises:
-          ValueError: there is no such client.
         """
         state = self.setup.admit(state)
         i = self.data.id_of(client) if isinstance(client, str) else client
@@ -867,7 +850,5 @@ def _grouped(name: str, kind: Any, value: Any, options: Any) -> Any:
         return kind(**flat)
     checks.instance(name, value, kind, f"fd.{kind.__name__}(...)")
     if flat:
-        raise ConfigurationError(
-            f"{name}= has the option {next(iter(flat))}, got both: pass it only in fd.{kind.__name__}(...)"
-        )
+        checks.refuse(f"{name}= has the option {next(iter(flat))}", "both", f"pass it only in fd.{kind.__name__}(...)")
     return value

@@ -90,8 +90,6 @@ jax.tree_util.register_pytree_node(Runs, lambda runs: (list(runs), None), lambda
 def grid(**values: Iterable[Any]) -> list[Setting]:
     """Returns all combinations of the values as a list of settings. The last name varies fastest.
 
-    Raises ValueError if the values of a name are not an iterable, or are empty.
-
     >>> grid(lr=[0.1, 0.3], mu=[0.0, 1.0])[:2]
     [{'lr': 0.1, 'mu': 0.0}, {'lr': 0.1, 'mu': 1.0}]
     """
@@ -107,9 +105,7 @@ def _shown(setting: Mapping[str, Any]) -> str:
 def _value_list(name: str, values: Any) -> list[Any]:
     """Returns the values of one name as a list. Raises ConfigurationError for a single value and for no values."""
     if not (listed := checks.items(values)):
-        raise ConfigurationError(
-            f"{name} must be a list of one or more values, got {checks.shown(values)}: pass grid({name}=[...])"
-        )
+        checks.refuse(f"{name} must be a list of one or more values", checks.shown(values), f"pass grid({name}=[...])")
     return listed
 
 
@@ -184,7 +180,6 @@ def sweep(
     Raises:
       ValueError: one of these is the case:
 
-        - An argument is out of range.
         - The settings need more than 16 programs, or use different devices.
         - The simulations need the host in every round (``stream=True``, ``bank=`` other than "device",
           ``on_nonfinite="raise"``), or use ``shard_data=True`` or several processes.
@@ -192,15 +187,14 @@ def sweep(
         - The checkpoints belong to another sweep or have more rounds.
       MemoryError: a single run does not fit in a device's memory.
     """
-    asked = Asked.checked(rounds, eval_every, measure_every, progress, until)
+    asked = Asked(rounds, eval_every, measure_every, progress, until)
     if on_round is not None:
         checks.function("on_round", on_round, "it is called with a seed, its setting and each record", 3)
     if not checks.is_auto(together):
         together = checks.integer("together", together, 1, fix='or pass "auto"')
     if start is not None and checkpoints is not None:
-        raise ConfigurationError(
-            "start must be None with checkpoints, got both: leave start out, the sweep resumes from its checkpoints"
-        )
+        fix = "leave start out, the sweep resumes from its checkpoints"
+        checks.refuse("start must be None with checkpoints", "both", fix)
     all_seeds, all_settings = _check_seeds(seeds), _check_settings(build, settings)
     simulations = _build_all(build, all_settings)
     planned = [
@@ -312,10 +306,8 @@ def _names_of_runs(planned: Sequence[Planned]) -> list[str]:
     for name in varied:
         for setting in settings:
             if not isinstance(value := setting[name], bool | Real | str) or "/" in str(value):
-                raise ConfigurationError(
-                    f"{name} must be a number or a name in a sweep with checkpoints, because it names their folders, "
-                    f"got {checks.shown(value)}: pass a name to build, and look the value up there"
-                )
+                what = f"{name} must be a number or a name in a sweep with checkpoints, because it names their folders"
+                checks.refuse(what, checks.shown(value), "pass a name to build, and look the value up there")
     return ["-".join([*(f"{name}={plan.setting[name]}" for name in varied), f"seed-{plan.seed}"]) for plan in planned]
 
 
@@ -324,44 +316,35 @@ def _names_of_runs(planned: Sequence[Planned]) -> list[str]:
 
 def _check_seeds(seeds: Any) -> list[int]:
     if (listed := checks.items(seeds)) is None:
-        raise ConfigurationError(
-            f"seeds must be a list of integers, got {checks.shown(seeds)}: pass range(8) for 8 seeds"
-        )
+        checks.refuse("seeds must be a list of integers", checks.shown(seeds), "pass range(8) for 8 seeds")
     integers = [checks.integer("a seed", seed, 0, 2**32 - 1) for seed in listed]
     if not integers or len(set(integers)) < len(integers):
-        raise ConfigurationError(f"seeds must be at least one integer, all different, got {reprs.short(integers)}")
+        checks.refuse("seeds must be at least one integer, all different", reprs.short(integers))
     return integers
 
 
 def _check_settings(build: Any, settings: Any) -> list[Setting]:
     if not callable(build):
-        raise ConfigurationError(
-            f"build must be a function that returns a Simulation, got {type(build).__name__}: "
-            "pass lambda lr: fd.Simulation(...), or use Simulation.sweep if only the seeds differ"
-        )
+        fix = "pass lambda lr: fd.Simulation(...), or use Simulation.sweep if only the seeds differ"
+        checks.refuse("build must be a function that returns a Simulation", type(build).__name__, fix)
     if isinstance(settings, Mapping | np.ndarray | jax.Array) or not isinstance(settings, Iterable):
-        raise ConfigurationError(
-            f"settings must be a list of dicts, got {checks.shown(settings)}: pass [{{'lr': 0.1}}, {{'lr': 0.3}}], for "
-            "example"
-        )
+        fix = "pass [{'lr': 0.1}, {'lr': 0.3}], for example"
+        checks.refuse("settings must be a list of dicts", checks.shown(settings), fix)
     settings = list(settings)
     if not settings or not all(isinstance(setting, Mapping) for setting in settings):
-        raise ConfigurationError(f"settings must be a list of at least one dict, got {checks.shown(settings)}")
+        checks.refuse("settings must be a list of at least one dict", checks.shown(settings))
     names = set(settings[0])
     for i, setting in enumerate(settings):
         if set(setting) != names:
-            raise ConfigurationError(
-                f"settings must all have the same names, got {sorted(names)} in setting 0 and {sorted(setting)} in "
-                f"setting {i}: add the missing names, with the default values of build"
-            )
+            what = "settings must all have the same names"
+            fix = "add the missing names, with the default values of build"
+            checks.refuse(what, f"{sorted(names)} in setting 0 and {sorted(setting)} in setting {i}", fix)
         try:
             inspect.signature(build).bind(**setting)
         except ValueError:  # a builtin function without a signature
             pass
         except TypeError as error:
-            raise ConfigurationError(
-                f"settings must have the names of the arguments of build, got {sorted(setting)}: {error}"
-            ) from error
+            checks.refuse("settings must have the names of the arguments of build", sorted(setting), str(error), error)
     return [{name: checks.one_in(value) for name, value in setting.items()} for setting in settings]
 
 
@@ -374,15 +357,13 @@ def _build_all(build: Callable[..., Simulated], settings: Sequence[Setting]) -> 
         except ValueError as error:
             raise ConfigurationError(f"setting {i}{_shown(setting)}: {error}") from error
         if not isinstance(getattr(sim, "setup", None), Setup):
-            raise ConfigurationError(f"build must return a Simulation, got {type(sim).__name__}")
+            checks.refuse("build must return a Simulation", type(sim).__name__)
         validate.check_x64(sim.setup.x64)
         check_sweepable(sim.setup)
         simulations.append(sim)
         if sim.setup.mesh != simulations[0].setup.mesh:
-            raise ConfigurationError(
-                f"settings must use the same devices, got {simulations[0].setup.mesh} in setting 0 and "
-                f"{sim.setup.mesh} in setting {i}{_shown(setting)}: create the mesh outside build"
-            )
+            got = f"{simulations[0].setup.mesh} in setting 0 and {sim.setup.mesh} in setting {i}{_shown(setting)}"
+            checks.refuse("settings must use the same devices", got, "create the mesh outside build")
     _warn_of_copies([sim.setup for sim in simulations])
     return simulations
 
@@ -401,25 +382,18 @@ def _warn_of_copies(setups: Sequence[Setup]) -> None:
 def check_sweepable(setup: Setup) -> None:
     """Raises ConfigurationError for a simulation that needs the host, or other processes, in every round."""
     if spans_processes(setup.mesh):
-        raise ConfigurationError(
-            "mesh must have only devices of this process in a sweep, got a mesh of several processes: pass "
-            "mesh=fd.clients_mesh(jax.local_devices()), and give each process different settings or seeds"
-        )
+        fix = "pass mesh=fd.clients_mesh(jax.local_devices()), and give each process different settings or seeds"
+        checks.refuse("mesh must have only devices of this process in a sweep", "a mesh of several processes", fix)
     if setup.engine.rows_by_rank is not None:
-        raise ConfigurationError(
-            "shard_data must be False in a sweep, got a simulation with sharded examples: pass shard_data=False"
-        )
+        fix = "pass shard_data=False"
+        checks.refuse("shard_data must be False in a sweep", "a simulation with sharded examples", fix)
     if setup.streamed:
-        raise ConfigurationError(
-            "stream must be False in a sweep, got a simulation that streams its examples: pass stream=False"
-        )
+        checks.refuse("stream must be False in a sweep", "a simulation that streams its examples", "pass stream=False")
     if setup.client_store != "device":
-        raise ConfigurationError(f'bank must be "device" in a sweep, got {setup.client_store!r}: pass bank="device"')
+        checks.refuse('bank must be "device" in a sweep', repr(setup.client_store), 'pass bank="device"')
     if setup.on_nonfinite == "raise":
-        raise ConfigurationError(
-            'on_nonfinite must be "keep" or "drop_client" in a sweep, got "raise": a run that diverges must not stop '
-            "the other runs"
-        )
+        fix = "a run that diverges must not stop the other runs"
+        checks.refuse('on_nonfinite must be "keep" or "drop_client" in a sweep', '"raise"', fix)
 
 
 def _check_memory(planned: Sequence[Planned]) -> None:
@@ -428,34 +402,28 @@ def _check_memory(planned: Sequence[Planned]) -> None:
     devices = D if len(planned) >= D else 1  # devices that hold states of different runs
     needed = -(-len(planned) // devices) * max(tree.nbytes(plan.setup.state.clients) for plan in planned)
     if needed > memory_of(mesh):
-        raise ConfigurationError(
-            f"the client states of {len(planned)} runs must fit in the devices' memory, got {needed / 1e9:.1f} GB on "
-            "each device: sweep fewer runs at a time"
-        )
+        what = f"the client states of {len(planned)} runs must fit in the devices' memory"
+        checks.refuse(what, f"{needed / 1e9:.1f} GB on each device", "sweep fewer runs at a time")
 
 
 def _check_start(start: Sequence[Run], planned: Sequence[Planned], params: Params | None) -> list[ServerState]:
     """Returns the states to start from, in the order of the planned runs."""
     if params is not None:
-        raise ConfigurationError(
-            "params must be None with start, got both: leave params out, because the runs in start have parameters"
-        )
+        fix = "leave params out, because the runs in start have parameters"
+        checks.refuse("params must be None with start", "both", fix)
     if not isinstance(start, Sequence) or not all(isinstance(run, Run) for run in start):
-        raise ConfigurationError(f"start must be a list of runs that fd.sweep returned, got {checks.shown(start)}")
+        checks.refuse("start must be a list of runs that fd.sweep returned", checks.shown(start))
     states = []
     for seed, setting, setup in planned:
         runs = [run for run in start if run.seed == seed and dict(run.setting) == setting]
         if len(runs) != 1:
-            raise ConfigurationError(
-                f"start must have one run of every seed and setting, got {len(runs)} runs of seed "
-                f"{seed}{_shown(setting)}"
-            )
+            what = "start must have one run of every seed and setting"
+            checks.refuse(what, f"{len(runs)} runs of seed {seed}{_shown(setting)}")
         states.append(setup.admit(runs[0].state))
     rounds = sorted({int(state.round) for state in states})
     if len(rounds) > 1:
-        raise ConfigurationError(
-            f"start must have runs at the same round, got rounds {rounds}: use one sweep for the runs of each round"
-        )
+        fix = "use one sweep for the runs of each round"
+        checks.refuse("start must have runs at the same round", f"rounds {rounds}", fix)
     return states
 
 

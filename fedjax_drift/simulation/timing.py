@@ -8,7 +8,6 @@ import jax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.clock import Clock, Devices
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.message import summed
 from fedjax_drift.round.engine import Engine, Rows
 from fedjax_drift.round.failures import Failures
@@ -27,48 +26,36 @@ def check_clock(engine: Engine, selection: Selection) -> Devices | None:
         checks.instance("devices", devices, Devices, "pass fd.Devices(speed_spread=0.5), for example")
         devices.check_number(N)
         if checks.used(failures.speed_spread):
-            raise ConfigurationError(
-                f"speed_spread is an option of fd.Devices if devices= is given, got failures with "
-                f"{failures.speed_spread}: leave it out of the failures"
-            )
+            what = "speed_spread is an option of fd.Devices if devices= is given"
+            checks.refuse(what, f"failures with {failures.speed_spread}", "leave it out of the failures")
     if clock.concurrency is None:
         return devices
     M = checks.integer("concurrency", clock.concurrency, K, N, "from the cohort size to the number of clients")
     rule, needs = selection.rule, "asynchronous rounds need"
     if engine.aggregation.noise_multiplier is not None:
-        raise ConfigurationError(
-            f"the privacy accounting of {engine.aggregation.name} needs synchronous rounds, got {clock.name} ones: "
-            "leave clock= out"
-        )
+        what = f"the privacy accounting of {engine.aggregation.name} needs synchronous rounds"
+        checks.refuse(what, f"{clock.name} ones", "leave clock= out")
     if failures.deadline is not None or checks.used(failures.over_selection - 1):
         option = "over_selection" if failures.deadline is None else "deadline"
-        raise ConfigurationError(
-            f"{option} must be left out of asynchronous rounds, which never wait for slow clients, got "
-            f"{getattr(failures, option)}: pass max_staleness= to the clock, or a larger concurrency="
-        )
+        what = f"{option} must be left out of asynchronous rounds, which never wait for slow clients"
+        checks.refuse(what, getattr(failures, option), "pass max_staleness= to the clock, or a larger concurrency=")
     if selection.capacity != K or selection.factors or rule.expected is not None:
-        raise ConfigurationError(
-            f"{needs} a participation rule that selects a given number of different clients without factors, got "
-            f"{rule.name}: pass fd.participation.uniform(), for example"
-        )
+        what = f"{needs} a participation rule that selects a given number of different clients without factors"
+        checks.refuse(what, rule.name, "pass fd.participation.uniform(), for example")
     if selection.asks_losses:
-        raise ConfigurationError(
-            f"{needs} a participation rule that doesn't ask for losses, got {rule.name}: with power_of_choice, pass "
-            "exact=False"
-        )
-    if selection_of(rule, N, M).capacity != M:
-        raise ConfigurationError(f"{rule.name} must select {M} clients, the concurrency, before round 0")
+        fix = "with power_of_choice, pass exact=False"
+        checks.refuse(f"{needs} a participation rule that doesn't ask for losses", rule.name, fix)
+    if (first := selection_of(rule, N, M).capacity) != M:
+        checks.refuse(f"{rule.name} must select {M} clients, the concurrency, before round 0", first)
     if engine.algorithm.survey is not None:
-        raise ConfigurationError(
-            f"{engine.algorithm.name} needs synchronous rounds, because it asks all clients of a round before they "
-            f"train, got {clock.name} ones: leave clock= out"
-        )
+        reason = "because it asks all clients of a round before they train"
+        what = f"{engine.algorithm.name} needs synchronous rounds, {reason}"
+        checks.refuse(what, f"{clock.name} ones", "leave clock= out")
     if M > K:
         check_versions(engine)
     if engine.redeal is not None:
-        raise ConfigurationError(
-            "asynchronous rounds can't pool the examples of a cohort, got data.redealt(): pass the data as they are"
-        )
+        fix = "pass the data as they are"
+        checks.refuse("asynchronous rounds can't pool the examples of a cohort", "data.redealt()", fix)
     return Devices() if devices is None else devices
 
 
@@ -77,23 +64,19 @@ def check_versions(engine: Engine) -> None:
     algorithm, local, needs = engine.algorithm, engine.local, engine.algorithm.requires
     fix = f"leave clock= out, or pass concurrency={engine.cohort_size}, with which all clients start together"
     if needs.one_version:
-        raise ConfigurationError(
-            f"{algorithm.name} needs clients that start with the same variables of the server, on whose scale their "
-            f"messages depend, got {engine.clock.name} rounds: {fix}"
-        )
+        reason = "on whose scale their messages depend"
+        what = f"{algorithm.name} needs clients that start with the same variables of the server, {reason}"
+        checks.refuse(what, f"{engine.clock.name} rounds", fix)
     if needs.one_rate and (callable(local.lr) or checks.used(local.lr_decay - 1)):
         given = "a schedule" if callable(local.lr) else f"lr_decay={local.lr_decay}"
-        raise ConfigurationError(
-            f"{algorithm.name} needs a constant learning rate in {engine.clock.name} rounds, because the mean of their "
-            f"updates is divided by one learning rate, got {given}: pass a number as lr, or {fix}"
-        )
+        reason = "because the mean of their updates is divided by one learning rate"
+        what = f"{algorithm.name} needs a constant learning rate in {engine.clock.name} rounds, {reason}"
+        checks.refuse(what, given, f"pass a number as lr, or {fix}")
 
 
 def check_mixes(engine: Engine, params: Any) -> None:
     """Checks that the messages are shaped like the model, for a clock that mixes models."""
     message = jax.eval_shape(lambda *given: summed(some_message(engine, *given)), params, Rows(*engine.row))
     if tree.layout(message) != tree.layout(params):
-        raise ConfigurationError(
-            f'mixes must be "updates" for {engine.algorithm.name}, whose message isn\'t the update of a model alone, '
-            'got "models"'
-        )
+        what = f'mixes must be "updates" for {engine.algorithm.name}, whose message isn\'t the update of a model alone'
+        checks.refuse(what, '"models"')

@@ -12,9 +12,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedjax_drift import checks
 from fedjax_drift.devices.launch import launch
 from fedjax_drift.devices.mesh import copied
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.measures.drift import nan_allowed
 from fedjax_drift.round import rows
 from fedjax_drift.round.evaluate import after, server_scores
@@ -72,11 +72,9 @@ def _groups(planned: Sequence[Planned], constant: bool) -> list[list[int]]:
     for run, plan in enumerate(planned):
         groups.setdefault(_shared(plan.setup, constant), []).append(run)
     if len(groups) > KEPT:
-        raise ConfigurationError(
-            f"settings must need at most {KEPT} programs, got {len(groups)}: only numbers such as lr, mu and alpha "
-            "share a program. Use one sweep for each value of the other arguments, decorate your own algorithm with "
-            "fd.algorithm, and create models, functions and data sets outside build"
-        )
+        fix = "only numbers such as lr, mu and alpha share a program. Use one sweep for each value of the other "
+        fix += "arguments, decorate your own algorithm with fd.algorithm, and create models, functions and data sets "
+        checks.refuse(f"settings must need at most {KEPT} programs", len(groups), fix + "outside build")
     return list(groups.values())
 
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Amount, AmountOrZero, Count, Fix, Text, checked
 from fedjax_drift.storage.checkpoint import score
 from fedjax_drift.types import Record
 
@@ -39,11 +40,10 @@ def reaches(**targets: float) -> Until:
         target if the name ends in "loss". For example ``reaches(accuracy=0.98)``.
 
     Raises:
-      ValueError: no target is given, or a target is not a finite number, in 0..1 for an accuracy. The rule raises it if
-        a record has no such metric.
+      ValueError: no target is given. The rule raises it if a record has no such metric.
     """
     if not targets:
-        raise ConfigurationError("reaches needs at least 1 target, got none: pass reaches(accuracy=0.98), for example")
+        checks.refuse("reaches needs at least 1 target", "none", "pass reaches(accuracy=0.98), for example")
     goals = {name: checks.target(name, value, name) for name, value in targets.items()}
 
     def rule(history: Sequence[Record]) -> bool:
@@ -52,7 +52,12 @@ def reaches(**targets: float) -> Until:
     return rule
 
 
-def stalls(metric: str = "accuracy", evaluations: int = 10, by: float = 0.0) -> Until:
+@checked
+def stalls(
+    metric: Annotated[Text, Fix('an entry of the records such as "accuracy"')] = "accuracy",
+    evaluations: Count = 10,
+    by: AmountOrZero = 0.0,
+) -> Until:
     """A rule that ends a run after a number of evaluations without improvement ("patience").
 
     Use it with data whose test set is held out from the training examples (`FederatedData.with_validation`). Otherwise
@@ -64,12 +69,8 @@ def stalls(metric: str = "accuracy", evaluations: int = 10, by: float = 0.0) -> 
       evaluations: >= 1. The run ends when none of so many evaluations in a row is better than the best one before.
       by: >= 0. A value counts as better only if it is better by more than this.
 
-    Raises:
-      ValueError: an argument is out of range. The rule raises it if a record has no such metric.
+    The rule raises ValueError if a record has no such metric.
     """
-    metric = checks.text("metric", metric, 'an entry of the records such as "accuracy"')
-    evaluations = checks.integer("evaluations", evaluations, 1)
-    by = checks.nonnegative("by", by, computed=False)
 
     def rule(history: Sequence[Record]) -> bool:
         gain(history[-1], metric)
@@ -82,31 +83,28 @@ def stalls(metric: str = "accuracy", evaluations: int = 10, by: float = 0.0) -> 
     return rule
 
 
-def time(seconds: float) -> Until:
+@checked
+def time(seconds: Amount) -> Until:
     """A rule that ends a run when the virtual clock shows this time.
 
-    The simulation needs ``devices=`` or an asynchronous ``clock=``. Raises ValueError unless ``seconds`` is a finite
-    number > 0. The rule raises it if a record has no time.
+    The simulation needs ``devices=`` or an asynchronous ``clock=``. The rule raises ValueError if a record has no time.
     """
-    seconds = checks.positive("seconds", seconds, computed=False)
 
     def rule(history: Sequence[Record]) -> bool:
         if "time" not in history[-1]:
-            raise ConfigurationError(
-                "until.time needs records with a time, got none: simulate with devices=fd.Devices(...), for example"
-            )
+            fix = "simulate with devices=fd.Devices(...), for example"
+            checks.refuse("until.time needs records with a time", "none", fix)
         return history[-1]["time"] >= seconds
 
     return rule
 
 
-def megabytes(amount: float) -> Until:
+@checked
+def megabytes(amount: Amount) -> Until:
     """A rule that ends a run when the clients have sent and received this many megabytes (10^6 bytes).
 
-    It counts the records that it gets: those of this call of `run`, and those that ``checkpoints`` has. Raises
-    ValueError unless ``amount`` is a finite number > 0.
+    It counts the records that it gets: those of this call of `run`, and those that ``checkpoints`` has.
     """
-    amount = checks.positive("amount", amount, computed=False)
 
     def rule(history: Sequence[Record]) -> bool:
         return sum(record["uplink_bytes"] + record["downlink_bytes"] for record in history) >= 1e6 * amount
@@ -118,7 +116,7 @@ def ends(until: Until, history: Sequence[Record]) -> bool:
     """The answer of a rule. Raises ConfigurationError unless it is a bool."""
     answer = until(history)
     if not isinstance(answer, bool | np.bool):
-        raise ConfigurationError(f"until must return True or False, got {checks.shown(answer)}")
+        checks.refuse("until must return True or False", checks.shown(answer))
     return bool(answer)
 
 
@@ -131,11 +129,9 @@ def has_ended(until: Until, history: Sequence[Record]) -> bool:
 def gain(record: Record, metric: str) -> float:
     """The value of a metric, with the sign for which larger is better. -inf for NaN."""
     if metric not in record:
-        raise ConfigurationError(
-            f"until must use a metric of the evaluated records, got {metric!r}: they have "
-            f"{checks.listed(sorted(record))}"
-        )
+        fix = f"they have {checks.listed(sorted(record))}"
+        checks.refuse("until must use a metric of the evaluated records", repr(metric), fix)
     if not isinstance(record[metric], int | float):
-        raise ConfigurationError(f"until must use a metric with one number per round, got {metric!r}")
+        checks.refuse("until must use a metric with one number per round", repr(metric))
     value = score([record], metric)
     return -math.inf if value is None else value  # a diverged model is never better

@@ -14,9 +14,7 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.batch_norm import Statistics
-from fedjax_drift.checks import first_line
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.masks import takes_mask
 from fedjax_drift.model import FUNCTIONS, Model, cross_entropy
@@ -25,6 +23,7 @@ from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.shift.rule import Owner
 from fedjax_drift.simulation.ascent import check_optimizer
+from fedjax_drift.simulation.tried import shapes_of
 from fedjax_drift.tree import layout
 from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
 
@@ -45,17 +44,15 @@ def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
         if not isinstance(value, kind):
             if name == "model" and "equinox" in {base.__module__.partition(".")[0] for base in type(value).__mro__}:
                 hint = "fd.Model(init, apply), made from the arrays and the function of the Equinox module"
-            raise ConfigurationError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}: pass {hint}")
+            checks.refuse(f"{name} must be of type {kind.__name__}", type(value).__name__, f"pass {hint}")
     checks.fields(model)
     checks.fields(algorithm)
     for name, takes in {**FUNCTIONS, "loss": 2}.items():
         if (function := getattr(model, name)) is not None:
             checks.function(f"Model.{name}", function, "or with a last argument mask", takes + takes_mask(function))
     if model.statistics is not None and not isinstance(model.statistics, Statistics):
-        raise ConfigurationError(
-            f"Model.statistics must be of type Statistics, got {checks.shown(model.statistics)}: pass the option to "
-            'Model.from_linen(module, input_shape, statistics="average"), or leave it out'
-        )
+        fix = 'pass the option to Model.from_linen(module, input_shape, statistics="average"), or leave it out'
+        checks.refuse("Model.statistics must be of type Statistics", checks.shown(model.statistics), fix)
 
 
 MISSING = {
@@ -72,51 +69,38 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
     needs = algorithm.requires
     if needs.epochs and (local.steps is not None or local.epochs < needs.epochs):
         given = local.epochs if local.steps is None else f"{local.steps} steps"
-        raise ConfigurationError(
-            f"{algorithm.name} needs at least {needs.epochs} epochs, got {given}: pass LocalTraining(epochs="
-            f"{needs.epochs}), or --epochs {needs.epochs} on the command line"
-        )
+        fix = f"pass LocalTraining(epochs={needs.epochs}), or --epochs {needs.epochs} on the command line"
+        checks.refuse(f"{algorithm.name} needs at least {needs.epochs} epochs", given, fix)
     for name, fix in MISSING.items():
         if getattr(needs, name) and not getattr(model, name):
             needed = "whose logits are cosines" if name == "cosine" else f"with {name}"
-            raise ConfigurationError(f"{algorithm.name} needs a model {needed}, got one without: {fix}")
+            checks.refuse(f"{algorithm.name} needs a model {needed}", "one without", fix)
     if needs.classifier and model.loss is not cross_entropy:
-        raise ConfigurationError(
-            f"{algorithm.name} needs a classifier with the default loss (softmax cross-entropy), got a model with "
-            "another loss: leave Model(loss=...) out"
-        )
+        what = f"{algorithm.name} needs a classifier with the default loss (softmax cross-entropy)"
+        checks.refuse(what, "a model with another loss", "leave Model(loss=...) out")
     if needs.optimizer == "sgd" and local.has_memory:
-        raise ConfigurationError(
-            f"{algorithm.name} needs plain local SGD, got {local!r}: leave momentum and optimizer out of LocalTraining"
-        )
+        fix = "leave momentum and optimizer out of LocalTraining"
+        checks.refuse(f"{algorithm.name} needs plain local SGD", repr(local), fix)
     if needs.optimizer == "sgd or momentum" and local.optimizer is not None:
-        raise ConfigurationError(
-            f"{algorithm.name} needs local SGD, with or without momentum, got {local!r}: leave optimizer out of "
-            "LocalTraining"
-        )
+        fix = "leave optimizer out of LocalTraining"
+        checks.refuse(f"{algorithm.name} needs local SGD, with or without momentum", repr(local), fix)
     if algorithm.observe is not None and not has_test:
-        raise ConfigurationError(
-            f"{algorithm.name} evaluates the model in every round and needs a test set, got none: pass test=(x, y)"
-        )
+        fix = "pass test=(x, y)"
+        checks.refuse(f"{algorithm.name} evaluates the model in every round and needs a test set", "none", fix)
 
 
 def check_statistics(kept: str, algorithm: Algorithm, aggregation: Aggregation) -> None:
     """Checks that the algorithm and the aggregation can work with running statistics. kept: as in `Statistics`."""
     if kept != "frozen" and algorithm.requires.one_model:
-        raise ConfigurationError(
-            f"{algorithm.name} trains more than one model, which would share their running statistics, got "
-            f'statistics={kept!r}: use statistics="frozen", or GroupNorm instead of BatchNorm'
-        )
+        what = f"{algorithm.name} trains more than one model, which would share their running statistics"
+        checks.refuse(what, f"statistics={kept!r}", 'use statistics="frozen", or GroupNorm instead of BatchNorm')
     if kept == "local" and algorithm.observe is not None:
-        raise ConfigurationError(
-            f'{algorithm.name} uses the accuracy of the global model, got statistics="local", with which only the '
-            'clients have running statistics: use statistics="average"'
-        )
+        got = 'statistics="local", with which only the clients have running statistics'
+        checks.refuse(f"{algorithm.name} uses the accuracy of the global model", got, 'use statistics="average"')
     if kept == "average" and aggregation.noise_multiplier is not None:
-        raise ConfigurationError(
-            f'the noise of {aggregation.name} can make a running variance negative, got statistics="average": use '
-            'statistics="local" or "frozen", or GroupNorm instead of BatchNorm'
-        )
+        what = f"the noise of {aggregation.name} can make a running variance negative"
+        fix = 'use statistics="local" or "frozen", or GroupNorm instead of BatchNorm'
+        checks.refuse(what, 'statistics="average"', fix)
 
 
 def warn_of_initial_statistics(models: Sequence[Model]) -> None:
@@ -133,10 +117,9 @@ def check_scores(algorithm: Algorithm, t: int, scores: dict[str, Any]) -> None:
     """Checks that the scores that the algorithm uses in its updates are finite. t: the round."""
     for name, value in scores.items():
         if not np.isfinite(value):
-            raise ConfigurationError(
-                f"round {t}: the evaluation that {algorithm.name} uses must be finite, got a {name} of {value}: "
-                "the model has diverged; lower lr or set clip_norm, and start from an earlier state"
-            )
+            what = f"round {t}: the evaluation that {algorithm.name} uses must be finite"
+            fix = "the model has diverged; lower lr or set clip_norm, and start from an earlier state"
+            checks.refuse(what, f"a {name} of {value}", fix)
 
 
 def check_aggregation(
@@ -145,46 +128,33 @@ def check_aggregation(
     """Checks the aggregation rule. For a private rule, the privacy accounting must hold for the participation and the
     data."""
     if not isinstance(aggregation, Aggregation):
-        raise ConfigurationError(
-            f"aggregation must be an fd.aggregation.Aggregation, got {checks.shown(aggregation)}: "
-            "pass fd.aggregation.clipped(1.0), for example; None means the weighted mean"
-        )
+        fix = "pass fd.aggregation.clipped(1.0), for example; None means the weighted mean"
+        checks.refuse("aggregation must be an fd.aggregation.Aggregation", checks.shown(aggregation), fix)
     checks.fields(aggregation, "see fd.aggregation.Aggregation")
     if algorithm.requires.weights and (participation.weights == "uniform" or participation.expected):
-        raise ConfigurationError(
-            f"{algorithm.name} needs a participation rule that keeps the weights of the clients, got "
-            f'{participation.name}: pass weighting="uniform"'
-        )
+        what = f"{algorithm.name} needs a participation rule that keeps the weights of the clients"
+        checks.refuse(what, participation.name, 'pass weighting="uniform"')
     if aggregation.noise_multiplier is not None and algorithm.requires.weights:
-        raise ConfigurationError(
-            f"{algorithm.name} needs an aggregation that keeps the weights of the clients, got {aggregation.name}, "
-            'which weights all by 1: pass weighting="uniform"'
-        )
+        what = f"{algorithm.name} needs an aggregation that keeps the weights of the clients"
+        checks.refuse(what, f"{aggregation.name}, which weights all by 1", 'pass weighting="uniform"')
     if participation.expected and (over_selected or aggregation.noise_multiplier is not None):
         given, reason = aggregation.name, "weighs all clients by 1"
         if over_selected:
             given, reason = "over_selection", "drops the slowest of the clients that the rule counts"
-        raise ConfigurationError(
-            f"{participation.name} divides by the expected weight of the clients that it selects, got {given}, which "
-            f"{reason}: use another participation rule, or leave it out"
-        )
+        what = f"{participation.name} divides by the expected weight of the clients that it selects"
+        checks.refuse(what, f"{given}, which {reason}", "use another participation rule, or leave it out")
     if aggregation.noise_multiplier is not None and algorithm.survey is not None:
-        raise ConfigurationError(
-            f"the privacy accounting of {aggregation.name} is that of one message per client and round, got "
-            f"{algorithm.name}, whose clients send two: use another algorithm, such as fd.algorithms.mimelite()"
-        )
+        what = f"the privacy accounting of {aggregation.name} is that of one message per client and round"
+        fix = "use another algorithm, such as fd.algorithms.mimelite()"
+        checks.refuse(what, f"{algorithm.name}, whose clients send two", fix)
     if aggregation.poisson and short_name(participation) != "bernoulli":
-        raise ConfigurationError(
-            f'sampling must be "bernoulli" for the privacy accounting of {aggregation.name}, got '
-            f'{participation.name!r}: pass sampling="bernoulli"'
-        )
+        what = f'sampling must be "bernoulli" for the privacy accounting of {aggregation.name}'
+        checks.refuse(what, repr(participation.name), 'pass sampling="bernoulli"')
     if aggregation.noise_multiplier is not None and (over_selected or data.redeal is not None):
         source = "over_selection" if over_selected else "data.redealt()"
-        raise ConfigurationError(
-            f"the privacy accounting of {aggregation.name} needs clients that do not influence each other, got "
-            f"{source}, with which one client changes the messages of others or whether they are aggregated: leave it "
-            "out"
-        )
+        what = f"the privacy accounting of {aggregation.name} needs clients that do not influence each other"
+        got = f"{source}, with which one client changes the messages of others or whether they are aggregated"
+        checks.refuse(what, got, "leave it out")
 
 
 def check_rule(aggregation: Aggregation, message: Callable, K: int) -> None:
@@ -202,20 +172,13 @@ def check_rule(aggregation: Aggregation, message: Callable, K: int) -> None:
         part, weight = aggregation.contribute(state, sent, weight)
         return aggregation.combine(state, part, weight, jax.random.key(0, impl=THREEFRY), K), (sent, state)
 
-    sent = message()
     form = "contribute(state, message, weight) -> (part, weight) and "
     form += "combine(state, total, weight, key, K) -> (mean, state)"
-    try:
-        found, needed = ([name for name, *_ in layout(each)] for each in jax.eval_shape(mean, sent))
-    except Exception as error:
-        raise ConfigurationError(
-            f"{aggregation.name} must have the functions {form}, got some that fail: {first_line(error)}"
-        ) from error
+    what = f"{aggregation.name} must have the functions {form}"
+    found, needed = ([name for name, *_ in layout(each)] for each in shapes_of(what, mean, message()))
     if found != needed:
-        raise ConfigurationError(
-            f"{aggregation.name} must have the functions {form}, where mean has the structure of a message, got "
-            f"{checks.listed(found)} instead of {checks.listed(needed)}"
-        )
+        got = f"{checks.listed(found)} instead of {checks.listed(needed)}"
+        checks.refuse(f"{what}, where mean has the structure of a message", got)
 
 
 def check_key(key: Any) -> jax.Array:
@@ -223,27 +186,21 @@ def check_key(key: Any) -> jax.Array:
     if isinstance(key, jax.Array) and key.dtype == jnp.uint32 and key.shape == (2,):
         key = jax.random.wrap_key_data(key, impl=THREEFRY)
     if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-        raise ConfigurationError(f"key must be a JAX key such as jax.random.key(0), got {checks.shown(key)}")
+        checks.refuse("key must be a JAX key such as jax.random.key(0)", checks.shown(key))
     if key.shape != ():
-        raise ConfigurationError(
-            f"key must be a single key, got an array of keys {list(key.shape)}: jax.vmap(sim.init)(keys) makes many "
-            "states"
-        )
+        fix = "jax.vmap(sim.init)(keys) makes many states"
+        checks.refuse("key must be a single key", f"an array of keys {list(key.shape)}", fix)
     if str(jax.random.key_impl(key)) != THREEFRY:
-        raise ConfigurationError(
-            f"key must be a key of JAX's generator {THREEFRY}, got {jax.random.key_impl(key)}: "
-            f'pass jax.random.key(0, impl="{THREEFRY}")'
-        )
+        fix = f'pass jax.random.key(0, impl="{THREEFRY}")'
+        checks.refuse(f"key must be a key of JAX's generator {THREEFRY}", jax.random.key_impl(key), fix)
     return key
 
 
 def check_state(state: Any) -> None:
     """Checks that the state is a `ServerState`."""
     if not isinstance(state, ServerState):
-        raise ConfigurationError(
-            f"state must be a ServerState, got {type(state).__name__}: sim.init(key) returns one; round_fn and run "
-            "return a pair whose first element is the state"
-        )
+        fix = "sim.init(key) returns one; round_fn and run return a pair whose first element is the state"
+        checks.refuse("state must be a ServerState", type(state).__name__, fix)
 
 
 def x64() -> bool:
@@ -254,10 +211,8 @@ def x64() -> bool:
 def check_x64(before: bool) -> None:
     """Checks that JAX's precision is still that of the simulation, whose data are on the devices already."""
     if x64() != before:
-        raise ConfigurationError(
-            f"jax_enable_x64 must be {before}, as when the simulation was created, got {not before}: create the "
-            "simulation again after the change"
-        )
+        fix = "create the simulation again after the change"
+        checks.refuse(f"jax_enable_x64 must be {before}, as when the simulation was created", not before, fix)
 
 
 def check_cohort(cohort: Any, N: int, what: str = "cohort") -> jax.Array:
@@ -265,30 +220,24 @@ def check_cohort(cohort: Any, N: int, what: str = "cohort") -> jax.Array:
     try:
         ids = np.asarray(cohort)
     except Exception as error:  # ragged lists, or an object of an unknown type
-        raise ConfigurationError(
-            f"{what} must be a one-dimensional list of client ids, got {checks.shown(cohort)}"
-        ) from error
+        checks.refuse(f"{what} must be a one-dimensional list of client ids", checks.shown(cohort), cause=error)
     if ids.ndim != 1 or len(ids) == 0 or not np.issubdtype(ids.dtype, np.integer):
-        raise ConfigurationError(
-            f"{what} must be a one-dimensional list of at least 1 integer client id, got {ids.dtype}{list(ids.shape)}"
-        )
+        got = f"{ids.dtype}{list(ids.shape)}"
+        checks.refuse(f"{what} must be a one-dimensional list of at least 1 integer client id", got)
     if ids.min() < 0 or ids.max() >= N:
         bad = ids[(ids < 0) | (ids >= N)][0]
-        raise ConfigurationError(f"{what} must contain client ids in 0..{N - 1}, got {bad}")
+        checks.refuse(f"{what} must contain client ids in 0..{N - 1}", bad)
     values, counts = np.unique(ids, return_counts=True)
     if counts.max() > 1:
-        raise ConfigurationError(
-            f"{what} must contain each client at most once, got client {values[counts.argmax()]} {counts.max()} times"
-        )
+        got = f"client {values[counts.argmax()]} {counts.max()} times"
+        checks.refuse(f"{what} must contain each client at most once", got)
     return jnp.asarray(ids, jnp.int32)
 
 
 def check_local(local: LocalTraining, params: Params, max_size: int) -> None:
     """Checks that the local steps fit in int32, and that the optimizer can be used."""
     if local.num_steps(max_size) >= 2**31:
-        raise ConfigurationError(
-            f"epochs must give each client fewer than 2**31 local steps, got {local.epochs}: use fewer epochs"
-        )
+        checks.refuse("epochs must give each client fewer than 2**31 local steps", local.epochs, "use fewer epochs")
     if local.optimizer is not None:
         check_optimizer(local.optimizer, local.direction, params)
 
@@ -333,15 +282,7 @@ def _check_keeps(names: tuple[str, str], form: str, function: Callable, argument
         return " and ".join(texts(arrays)) if isinstance(arrays, tuple) else f"{texts(arrays)}"
 
     option, name = names
-    try:
-        result = jax.eval_shape(function, *arguments)
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        raise ConfigurationError(
-            f"{option} must be a function {form} of one example, {shown(example)}, got one that fails: "
-            f"{first_line(error)}"
-        ) from error
+    result = shapes_of(f"{option} must be a function {form} of one example, {shown(example)}", function, *arguments)
     if texts(result) != texts(example):
         what = "the shapes and the dtypes" if isinstance(example, tuple) else "the shape and the dtype"
-        raise ConfigurationError(f"{name} must keep {what} of an example, {shown(example)}, got {shown(result)}")
+        checks.refuse(f"{name} must keep {what} of an example, {shown(example)}", shown(result))
