@@ -18,7 +18,7 @@ import optax.contrib
 
 from fedjax_drift import checks, clock, compression, participation, shift
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.cli.values import LOCAL, Choice, count, count0, lanes, local_path, redeal, seed
+from fedjax_drift.cli.values import READ, Choice, count, count0, lanes, local_path, readable, redeal, seed
 from fedjax_drift.data import augment, partition
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.errors import ConfigurationError
@@ -27,10 +27,10 @@ from fedjax_drift.measures.drift import MEASURES
 from fedjax_drift.models import MODELS, TRAINED
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.simulation.simulation import Simulation
+from fedjax_drift.spec import Declared
 
 SPEC = "NAME[:key=value,...]"
 SWITCH = {"auto": None, "yes": True, "no": False}  # the meaning of auto depends on the flag
-FAILURES = tuple(Failures.__dataclass_fields__)
 DEFAULT_MODEL = {
     "synthetic": "linear", "glyphs": "lenet5", "dialogue": "decoder", "femnist": "lenet5", "mnist": "mnist_2nn",
     "fashion_mnist": "mnist_2nn", "emnist": "emnist_nn", "cifar10": "cifar_cnn", "cifar100": "cifar_cnn",
@@ -205,14 +205,17 @@ def add(
 
 
 def add_parameters(group: Any, of: type, *names: str) -> None:
-    """Adds flags for parameters of a class of the library, whose values are numbers or words."""
+    """Adds flags for parameters of a class of the library. names: default: all whose values are numbers or words.
+
+    What is allowed, the default and the description are those of the class, so a field that is added to it has a flag.
+    """
     described = re.findall(r"^  (\w+): (.+(?:\n    .+)*)", inspect.getdoc(of) or "", re.MULTILINE)
     texts = {name: " ".join(text.replace("``", "").replace("None:", "Default:").split()) for name, text in described}
-    for name in names:
-        default = inspect.signature(of).parameters[name].default
-        read = float if default is None else type(default)
-        metavar = {int: "N", float: "X", str: "NAME"}[read]
-        add(group, f"--{name.replace('_', '-')}", metavar, texts.get(name, "").rstrip("."), read, default)
+    declared = Declared(of)
+    for name in names or readable(of):
+        read, metavar = READ[declared.arguments[name].spec.kind]
+        default, flag = declared.signature.parameters[name].default, f"--{name.replace('_', '-')}"
+        add(group, flag, metavar, texts.get(name, "").rstrip("."), read, default)
 
 
 def needs(args: argparse.Namespace, flag: str, other: str, example: str) -> None:
@@ -297,9 +300,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--error-feedback", "yes|no", "with --compress, whether a client adds what the codec has left out to "
         "its next message", str, "yes", choices=("yes", "no"))
     group = parser.add_argument_group("local training of every client")
-    add_parameters(group, LocalTraining, *LOCAL)
-    add(group, "--steps", "K", "local steps of every client, instead of --epochs (default: as many as the epochs need)",
-        count)
+    add_parameters(group, LocalTraining)
     add(group, "--lr-schedule", SPEC, "learning rate of round t, which begins at --lr: one of "
         f"{', '.join(SCHEDULES)}, for example cosine:decay_steps=500 or step:every=100 (default: --lr-decay)", SCHEDULE)
     add(group, "--optimizer", SPEC, "optax optimizer of the clients, instead of SGD with momentum: one of "
@@ -309,7 +310,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add_parameters(group, Simulation, "on_nonfinite")
     unit = "A deadline of 1 is the time of a client of mean size on a device of median speed."
     group = parser.add_argument_group("client failures", textwrap.fill(unit, 76))
-    add_parameters(group, Failures, *FAILURES)
+    add_parameters(group, Failures)
     group = parser.add_argument_group("virtual time")
     add(group, "--clock", SPEC, "synchronous, or asynchronous:concurrency=M, with which M clients train at the same "
         "time and the server is updated with every K reports. The options are the arguments of fd.clock.asynchronous "
@@ -347,5 +348,6 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "means yes only if the data need more than half of the devices' memory", str, "auto", choices=SWITCH)
     add(group, "--bank", "WHERE", "where client states are kept: auto, device, sharded, host, or a new folder",
         str, "auto")
+    parser.set_defaults(participation=[], shift=[])
     return group
 # fmt: on

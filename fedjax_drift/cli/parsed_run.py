@@ -18,8 +18,8 @@ import optax
 from jax.sharding import Mesh
 
 from fedjax_drift import checks, compression, reprs, shift
-from fedjax_drift.cli.flags import DEFAULT_MODEL, FAILURES, MODEL, PARTITION, SWITCH, Parser, add_run, needs
-from fedjax_drift.cli.values import LOCAL, Spec
+from fedjax_drift.cli.flags import DEFAULT_MODEL, MODEL, PARTITION, SWITCH, Parser, add_run, needs
+from fedjax_drift.cli.values import LOCAL, Spec, readable
 from fedjax_drift.clock import Devices
 from fedjax_drift.data import datasets, movielens, partition
 from fedjax_drift.data.federated import FederatedData
@@ -31,13 +31,16 @@ from fedjax_drift.measures.drift import MEASURES
 from fedjax_drift.models import num_parameters
 from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.round import aggregation
+from fedjax_drift.round.failures import Failures
 from fedjax_drift.run_folder import file_name
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.storage.checkpoint import versions
 from fedjax_drift.types import Algorithm, Needs, Params
 
 BANKS = ("auto", "device", "sharded", "host")  # values of --bank that are not folders
+# Flags whose values, or whose words, are entries of the settings with the same name.
 SAME = ("rounds", "sampling", "validation", "standardize", "on_nonfinite", "eval_every", "seed", "bfloat16", "stream")
+SAME += ("participation", "shift", "compress", "clock")
 
 
 class ParsedRun(NamedTuple):
@@ -106,6 +109,13 @@ def parse_run(
     return assemble(args, data, values)
 
 
+def _words_of(value: Any) -> Any:
+    """The value of a flag in the settings: of a name with options, the word on the command line."""
+    if isinstance(value, list):
+        return [_words_of(each) for each in value]
+    return value.text if isinstance(value, Spec) else value
+
+
 def _words(words: Any) -> list[str]:
     """Returns the list of words."""
     if isinstance(words, str):
@@ -163,7 +173,7 @@ def assemble(
     lr = numbers["lr"]
     if args.lr_schedule is not None:
         numbers["lr"] = args.lr_schedule.using(init_value=lr).make()
-    local = LocalTraining(**numbers, steps=args.steps, optimizer=optimizer, augment=augment)
+    local = LocalTraining(**numbers, optimizer=optimizer, augment=augment)
     algorithms = {}
     for spec in specs:
         try:
@@ -186,7 +196,7 @@ def assemble(
         trained, params = args.train.using(base=params, frozen_dtype=frozen_dtype).make(trained), None
         base = None if mesh is not None else trained.frozen[0].checksum  # a plan needs no parameters
         part = {"name": args.train.name, **args.train.options, "parameters": num_parameters(trained), "base": base}
-    failures = {name: getattr(args, name) for name in FAILURES}
+    failures = {name: getattr(args, name) for name in readable(Failures)}
     names = ("on_nonfinite", "measure", "lanes", "devices_per_client")
     timing = _timing(args)
     failures |= {"speed_spread": 0.0} if "devices" in timing else {}
@@ -219,12 +229,8 @@ def assemble(
         | {"lr": lr, "lr_schedule": args.lr_schedule and args.lr_schedule.text}
         | {"optimizer": args.optimizer and args.optimizer.text, "augment": args.augment and args.augment.text},
         "cohort_size": args.cohort,
-        "participation": [spec.text for spec in args.participation or ()],
         "redeal": data.redeal,
-        "shift": [spec.text for spec in args.shift or ()],
-        "compress": args.compress and args.compress.text,
         "failures": failures,
-        "clock": args.clock and args.clock.text,
         "speeds": {name: value for name, value in vars(timing["devices"]).items() if value < math.inf}
         if "devices" in timing
         else None,
@@ -238,7 +244,7 @@ def assemble(
         "processes": jax.process_count(),
         "versions": versions()
         | {"numpy": np.__version__, "python": platform.python_version(), "platform": platform.platform()},
-        **{name: getattr(args, name) for name in SAME},
+        **{name: _words_of(getattr(args, name)) for name in SAME},
     }  # fmt: skip
     return ParsedRun(simulations, data, params, config, args.rounds, args.eval_every, measure_every, args.seed)
 

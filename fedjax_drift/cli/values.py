@@ -19,8 +19,20 @@ from typing import Any, NamedTuple
 from fedjax_drift import checks
 from fedjax_drift.checks import listed, nearest
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.local import LocalTraining
+from fedjax_drift.spec import Declared
 
-LOCAL = ("epochs", "batch_size", "lr", "lr_decay", "momentum", "weight_decay", "clip_norm")
+READ = {"number": (float, "X"), "integer": (int, "N"), "word": (str, "NAME")}  # how words become values, and metavars
+
+
+def readable(of: type) -> tuple[str, ...]:
+    """The parameters of a class whose values are numbers or words, so that they can be flags."""
+    return tuple(
+        name for name, argument in Declared(of).arguments.items() if argument.spec and argument.spec.kind in READ
+    )
+
+
+LOCAL = readable(LocalTraining)
 
 
 class Spec(NamedTuple):
