@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fedjax_drift import axes, batch_norm, checks, masks
-from fedjax_drift.batch_norm import Statistics, collections, linen_call, whole
+from fedjax_drift.batch_norm import Kept, Statistics, collections, linen_call, whole
 from fedjax_drift.checks import first_line
 from fedjax_drift.errors import ConfigurationError
 
@@ -25,7 +26,7 @@ METHODS = {"apply": "__call__", "features": "features"}  # what `Statistics.forw
 
 
 def linen_fields(
-    module: Any, input_shape: tuple[int, ...], statistics: str | None, options: dict[str, Any]
+    module: Any, input_shape: tuple[int, ...], statistics: Kept | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the fields of a `Model`, with those in ``options`` replaced. See `Model.from_linen`."""
     from flax import linen
@@ -58,20 +59,11 @@ def linen_fields(
         return note
 
     layers: dict[tuple[str, ...], Any] = {}
-    try:
-        with batch_norm.noting(layers):
-            variables = jax.eval_shape(variables_of, example)
-    except Exception as error:
-        raise ConfigurationError(
-            f"{type(module).__name__} does not accept examples of shape {tuple(input_shape)}: use a model for this "
-            "shape, or pass the input_shape that the model accepts, such as (28, 28, 1); for token ids also pass "
-            f"input_dtype=jnp.int32 ({first_line(error)})"
-        ) from error
+    with batch_norm.noting(layers):
+        variables = _traced(module, variables_of, example)
     if extra := sorted(set(variables) - {"params", "batch_stats"}):
-        raise ConfigurationError(
-            "a model must have no variables except parameters and running statistics, but "
-            f"{type(module).__name__} has {checks.listed(extra)}: leave them out"
-        )
+        what = f"{type(module).__name__} must have no variables except parameters and running statistics"
+        checks.refuse(what, checks.listed(extra), "leave them out")
     owners = None
     if "batch_stats" in variables:
         owners = batch_norm.linen_owners(layers, variables["batch_stats"])
@@ -95,9 +87,10 @@ def linen_fields(
     ) -> tuple[jax.Array, PyTree]:
         mode = _mode(module, METHODS[name], True)
         if kept != "frozen" and not mode:
-            raise ConfigurationError(
-                f"{METHODS[name]} of {type(module).__name__} must have an argument train, got none: write "
-                "nn.BatchNorm(use_running_average=not train)"
+            checks.refuse(
+                f"{METHODS[name]} of {type(module).__name__} must have an argument train",
+                "none",
+                "write nn.BatchNorm(use_running_average=not train)",
             )
         options = {"mutable": ["batch_stats"], "rngs": {"dropout": key}, **mode, **_mask(module, METHODS[name], mask)}
         output, new = linen_call(module, collections(params, kept, statistics), x, kept, options, METHODS[name], mask)
@@ -139,6 +132,20 @@ def _mask(module: Any, method: str, mask: jax.Array) -> dict[str, jax.Array]:
     return {"mask": mask} if masks.takes_mask(getattr(type(module), method)) else {}
 
 
+def _traced(module: Any, function: Callable[..., Any], example: jax.ShapeDtypeStruct) -> Any:
+    """What a function of examples returns. Raises ConfigurationError if the module does not accept them."""
+    try:
+        return jax.eval_shape(function, example)
+    except Exception as error:
+        checks.refuse(
+            f"input_shape must be one that {type(module).__name__} accepts",
+            example.shape[1:],
+            "use a model for this shape, or pass the shape of its inputs, such as (28, 28, 1); for token ids also pass "
+            f"input_dtype=jnp.int32 ({first_line(error)})",
+            error,
+        )
+
+
 def _try_training(fields: dict[str, Any], module: Any, example: jax.ShapeDtypeStruct) -> None:
     """Traces a model with running statistics in training and in evaluation, so that its errors come early."""
 
@@ -154,14 +161,16 @@ def _try_training(fields: dict[str, Any], module: Any, example: jax.ShapeDtypeSt
     except ConfigurationError:
         raise
     except Exception as error:
-        raise ConfigurationError(
-            f"{type(module).__name__} must accept a batch of 2 in training and in evaluation, got an error: write "
-            f"BatchNorm(use_running_average=not train) ({first_line(error)})"
-        ) from error
+        checks.refuse(
+            f"{type(module).__name__} must accept a batch of 2 in training and in evaluation",
+            "an error",
+            f"write BatchNorm(use_running_average=not train) ({first_line(error)})",
+            error,
+        )
 
 
 def nnx_fields(
-    module: Any, input_shape: tuple[int, ...] | None, statistics: str | None, options: dict[str, Any]
+    module: Any, input_shape: tuple[int, ...] | None, statistics: Kept | None, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns the fields of a `Model`, with those in ``options`` replaced. See `Model.from_nnx`."""
     from flax import nnx
@@ -169,21 +178,16 @@ def nnx_fields(
     example_input = example_of(() if input_shape is None else input_shape, options)
     if not isinstance(module, nnx.Module) and (not callable(module) or _instead(module, "nnx")):
         fix = _instead(module, "nnx") or "pass the module itself, before nnx.split, or lambda rngs: Net(rngs)"
-        what = "an nnx.Module, or a function nnx.Rngs -> nnx.Module"
-        raise ConfigurationError(f"module must be {what}, got {_kind(module)}: {fix}")
+        checks.refuse("module must be an nnx.Module, or a function nnx.Rngs -> nnx.Module", _kind(module), fix)
 
     def create(key: jax.Array) -> Any:
+        what = "module must be a function nnx.Rngs -> nnx.Module"
         try:
             instance = module if isinstance(module, nnx.Module) else module(nnx.Rngs(key))
         except Exception as error:
-            raise ConfigurationError(
-                f"module must be a function nnx.Rngs -> nnx.Module, got an error from it: {first_line(error)}"
-            ) from error
+            checks.refuse(what, "an error from it", first_line(error), error)
         if not isinstance(instance, nnx.Module):
-            raise ConfigurationError(
-                f"module must be a function nnx.Rngs -> nnx.Module, but it returned {_kind(instance)}: return the "
-                "module"
-            )
+            checks.refuse(what, f"one that returns {_kind(instance)}", "return the module")
         return instance
 
     def split(instance: Any) -> tuple[Any, Any, Any, Any]:
@@ -240,15 +244,8 @@ def nnx_fields(
     if len(tables) == 1 and jnp.issubdtype(example_input.dtype, jnp.integer):
         fields["vocabulary"] = tables[0]
     if input_shape is not None:
-        try:
-            apply = masks.bound(fields["apply"], jnp.ones(1, bool))
-            jax.eval_shape(lambda x: apply(fields["init"](jax.random.key(0)), x), example_input)
-        except Exception as error:
-            raise ConfigurationError(
-                f"{type(example).__name__} does not accept examples of shape {example_input.shape[1:]}: pass the "
-                "input_shape that the model accepts; for token ids also pass input_dtype=jnp.int32 "
-                f"({first_line(error)})"
-            ) from error
+        apply = masks.bound(fields["apply"], jnp.ones(1, bool))
+        _traced(example, lambda x: apply(fields["init"](jax.random.key(0)), x), example_input)
     if kept is not None:
         fields["statistics"] = Statistics(kept, forward)
         if input_shape is not None:
@@ -256,21 +253,19 @@ def nnx_fields(
     return fields | options
 
 
-def example_of(input_shape: Any, options: dict[str, Any]) -> jax.ShapeDtypeStruct:
+def example_of(input_shape: tuple[int, ...], options: dict[str, Any]) -> jax.ShapeDtypeStruct:
     """Returns shape and dtype of a batch of one example. Removes ``input_dtype`` from the options."""
     input_dtype = options.pop("input_dtype", jnp.float32)
     is_number = lambda dtype: dtype.kind == "b" or jnp.issubdtype(dtype, jnp.number)  # noqa: E731
     dtype = checks.dtype("input_dtype", input_dtype, "a dtype of numbers such as jnp.int32", is_number)
-    return jax.ShapeDtypeStruct((1, *checks.shape("input_shape", input_shape)), dtype)
+    return jax.ShapeDtypeStruct((1, *input_shape), dtype)
 
 
 def _check_linen(module: Any) -> None:
     from flax import linen
 
     if not isinstance(module, linen.Module):
-        raise ConfigurationError(
-            f"module must be an instance of a flax.linen.Module, got {_kind(module)}: {_instead(module, 'linen')}"
-        )
+        checks.refuse("module must be an instance of a flax.linen.Module", _kind(module), _instead(module, "linen"))
 
 
 def _kind(value: Any) -> str:

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.leaves import by_path, path_of
 from fedjax_drift.tree import PyTree
 
@@ -54,9 +53,8 @@ def check(given: Any, params: PyTree) -> None:
     shapes = by_path(params)
     unknown = [path for path in given if not {path, f"params/{path}"} & {*shapes}] if isinstance(given, Mapping) else []
     if unknown:
-        raise ConfigurationError(
-            f"Model.output_axes must have paths of parameters ({checks.listed(shapes)}), got {checks.shown(unknown[0])}"
-            f": {FIX}"
+        checks.refuse(
+            f"Model.output_axes must have paths of parameters ({checks.listed(shapes)})", checks.shown(unknown[0]), FIX
         )
     for path, leaf in shapes.items():
         _axes(given, path, leaf.ndim)
@@ -68,7 +66,7 @@ def _axes(given: Any, path: str, ndim: int) -> tuple[int, ...]:
     axes = of_path(given, path)
     several = [checks.integer(f"Model.output_axes of {path}", axis, -ndim, ndim - 1, FIX) for axis in _several(axes)]
     if not several:
-        raise ConfigurationError(f"Model.output_axes of {path} must be an axis or several axes, got (): {FIX}")
+        checks.refuse(f"Model.output_axes of {path} must be an axis or several axes", "()", FIX)
     return tuple(sorted({axis % ndim for axis in several}))
 
 

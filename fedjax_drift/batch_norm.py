@@ -12,17 +12,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import lax
 
 from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.tree import PyTree
 
 Params = Any
-KEPT = ("average", "local", "frozen")
+Kept = Literal["average", "local", "frozen"]
 
 
 class Statistics(NamedTuple):
@@ -32,7 +31,7 @@ class Statistics(NamedTuple):
     the parameters under "params".
     """
 
-    kept: str  # "average", "local" or "frozen", see `Model.from_linen`
+    kept: Kept  # see `Model.from_linen`
     forward: Callable[[Params, PyTree, jax.Array, jax.Array, jax.Array, str], tuple[jax.Array, PyTree]]
     """``forward(params, statistics, x [B, ...], key, mask [B], method) -> (output, statistics)``, in training mode.
     ``params`` are those under "params". ``method`` is "apply" or "features". Examples whose mask is False do not
@@ -44,36 +43,36 @@ def whole(params: Params, statistics: PyTree) -> Params:
     return {"params": params, "batch_stats": statistics}
 
 
-def check(name: str, owners: Iterable[Any] | None, kept: Any) -> str | None:
+def check(name: str, owners: Iterable[Any] | None, kept: Kept | None) -> Kept | None:
     """Checks the option ``statistics`` of `Model.from_linen` and `Model.from_nnx`, and returns it.
 
     name: of the module's class. owners: the objects that have running statistics; None if there are no statistics.
     """
-    if kept is not None:
-        checks.choice("statistics", kept, KEPT)
     if owners is None and kept is not None:
-        raise ConfigurationError(
-            f"statistics must be left out for {name}, which has no running statistics, got {kept!r}"
-        )
+        checks.refuse(f"statistics must be left out for {name}, which has no running statistics", f"{kept!r}")
     if owners is None:
         return None
     if kept is None:
-        raise ConfigurationError(
+        checks.refuse(
             f"{name} has running statistics (of BatchNorm or spectral_norm), so statistics must say what happens to "
-            'them, got None: pass statistics="average" (clients update and send them, the server averages them), '
-            '"local" (each client keeps its own) or "frozen" (they keep their initial values, also in training); or '
-            "replace BatchNorm by GroupNorm (of flax.linen, flax.nnx, torch.nn or fd.models.layers), which has none"
+            "them",
+            "None",
+            'pass statistics="average" (clients update and send them, the server averages them), "local" (each client '
+            'keeps its own) or "frozen" (they keep their initial values, also in training); or replace BatchNorm by '
+            "GroupNorm (of flax.linen, flax.nnx, torch.nn or fd.models.layers), which has none",
         )
     for owner in owners:
         if not _is_batch_norm(owner):
-            raise ConfigurationError(
-                f"running statistics must be those of flax's BatchNorm, got those of {type(owner).__name__} in {name}: "
-                "use flax.linen.BatchNorm or nnx.BatchNorm, whose batch statistics leave out the padding of a batch"
+            checks.refuse(
+                "running statistics must be those of flax's BatchNorm",
+                f"those of {type(owner).__name__} in {name}",
+                "use flax.linen.BatchNorm or nnx.BatchNorm, whose batch statistics leave out the padding of a batch",
             )
         if owner.axis_name is not None:
-            raise ConfigurationError(
-                f"axis_name of BatchNorm must be None, got {owner.axis_name!r} in {name}: leave it out, because a "
-                "client normalises with the statistics of its own batches"
+            checks.refuse(
+                "axis_name of BatchNorm must be None",
+                f"{owner.axis_name!r} in {name}",
+                "leave it out, because a client normalises with the statistics of its own batches",
             )
     return kept
 
@@ -102,9 +101,10 @@ def rows(mask: jax.Array, x: jax.Array, given: jax.Array | None) -> jax.Array:
     mask: bool [B]. given: the mask that the module itself passes, or None.
     """
     if x.shape[0] != len(mask):
-        raise ConfigurationError(
-            f"the first axis of BatchNorm's input must be the batch, of length {len(mask)}, got {[*x.shape]}: do not "
-            "reshape or move it before BatchNorm, because the padding of a batch must be left out"
+        checks.refuse(
+            f"the first axis of BatchNorm's input must be the batch, of length {len(mask)}",
+            [*x.shape],
+            "do not reshape or move it before BatchNorm, because the padding of a batch must be left out",
         )
     examples = mask.reshape(-1, *[1] * (x.ndim - 1))
     return examples if given is None else examples & given

@@ -7,36 +7,39 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
-from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, spec
 from fedjax_drift.tree import PyTree
 
 Params = Any
 
-Selection = str | Callable[[str], bool] | PyTree
-"""A regular expression that is searched in the path of a leaf; or a function from this path to a bool; or a pytree with
-a bool for every leaf."""
 
-
-def check(name: str, selection: Any) -> None:
-    """Raises ConfigurationError unless the argument ``name`` is of one of the three kinds."""
+def check(name: str, selection: Any, fix: str = "") -> Any:
+    """Returns the selection. Raises ConfigurationError unless it is of one of the three kinds of `Selection`."""
     if isinstance(selection, str):
         try:
             re.compile(selection)
         except re.error as error:
-            raise ConfigurationError(f"{name} must be a regular expression, got {selection!r} ({error})") from error
+            checks.refuse(f"{name} must be a regular expression", f"{selection!r} ({error})", cause=error)
     elif not callable(selection):
         bools = jax.tree.leaves(selection)
         if not bools or selection is bools[0] or not all(isinstance(each, bool | np.bool) for each in bools):
-            raise ConfigurationError(
-                f"{name} must be a regular expression, a function of a path, or a pytree with a bool for every leaf of "
-                f"the parameters, got {checks.shown(selection)}"
+            checks.refuse(
+                f"{name} must be a regular expression, a function of a path, or a pytree with a bool for every leaf "
+                "of the parameters",
+                checks.shown(selection),
+                fix,
             )
+    return selection
+
+
+Selection = Annotated[str | Callable[[str], bool] | PyTree, spec.Spec(check, "selection")]
+"""A regular expression that is searched in the path of a leaf; or a function from this path to a bool; or a pytree with
+a bool for every leaf."""
 
 
 def select(name: str, selection: Selection, params: Params) -> PyTree:
@@ -49,17 +52,15 @@ def select(name: str, selection: Selection, params: Params) -> PyTree:
     if isinstance(selection, str):
         mask = jax.tree.map(lambda path: re.search(selection, path) is not None, paths)
         if not any(jax.tree.leaves(mask)):
-            raise ConfigurationError(
-                f"{name} must select leaves of the parameters ({known}), got {selection!r}, which selects none"
+            checks.refuse(
+                f"{name} must select leaves of the parameters ({known})", f"{selection!r}, which selects none"
             )
         return mask
     if callable(selection):
         return jax.tree.map(lambda path: _chosen(name, selection, path), paths)
     structures: list[Any] = [jax.tree.structure(values) for values in (selection, params)]
     if structures[0] != structures[1]:
-        raise ConfigurationError(
-            f"{name} must have a bool for every leaf of the parameters ({known}), got {checks.shown(selection)}"
-        )
+        checks.refuse(f"{name} must have a bool for every leaf of the parameters ({known})", checks.shown(selection))
     return selection
 
 
@@ -68,13 +69,13 @@ def _chosen(name: str, selection: Callable[[str], bool], path: str) -> bool:
     try:
         chosen = selection(path)
     except Exception as error:
-        raise ConfigurationError(
-            f"{name} must be a function of a path such as {path!r}, got one that fails: {checks.first_line(error)}"
-        ) from error
+        checks.refuse(
+            f"{name} must be a function of a path such as {path!r}", "one that fails", checks.first_line(error), error
+        )
     if not isinstance(chosen, bool | np.bool):
-        raise ConfigurationError(
-            f"{name} must be a function from a path to True or False, got one that returns {checks.shown(chosen)} for "
-            f"{path!r}"
+        checks.refuse(
+            f"{name} must be a function from a path to True or False",
+            f"one that returns {checks.shown(chosen)} for {path!r}",
         )
     return bool(chosen)
 
@@ -86,7 +87,7 @@ def by_path(params: Params) -> dict[str, Any]:
     if len(named) < len(pairs):
         paths = [path for path, _ in pairs]
         twice = next(path for path in paths if paths.count(path) > 1)
-        raise ConfigurationError(f"parameters must have different paths, got {twice} twice: rename one of them")
+        checks.refuse("parameters must have different paths", f"{twice} twice", "rename one of them")
     return named
 
 
@@ -99,10 +100,10 @@ def arrays(params: Params) -> dict[str, np.ndarray]:
         try:
             result[path] = np.asarray(leaf)
         except Exception as error:  # a key, or a donated array
-            raise ConfigurationError(f"{where} must be an array, got a {type(leaf).__name__} ({error})") from error
+            checks.refuse(f"{where} must be an array", f"a {type(leaf).__name__} ({error})", cause=error)
         checks.array(where, result[path].reshape(-1))
     if not result:
-        raise ConfigurationError(f"params must have at least one array, got {checks.shown(params)}: pass state.params")
+        checks.refuse("params must have at least one array", checks.shown(params), "pass state.params")
     return result
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks
 
 
 def takes_mask(function: Callable | None) -> bool:
@@ -29,9 +29,11 @@ def bound(function: Callable, mask: jax.Array | None) -> Callable:
     if not takes_mask(function):
         return function
     if mask is None:
-        raise ConfigurationError(
-            "mask must be that of the batch for a model or a loss with an argument mask, got None: call "
-            "work.logits(params, batch.x, key, batch.mask), or work.model.with_mask(batch.mask).apply(params, batch.x)"
+        checks.refuse(
+            "mask must be that of the batch for a model or a loss with an argument mask",
+            "None",
+            "call work.logits(params, batch.x, key, batch.mask), or work.model.with_mask(batch.mask).apply(params, "
+            "batch.x)",
         )
     return lambda *inputs: function(*inputs, mask)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_drift import checks, masks, recipes
-from fedjax_drift.batch_norm import Statistics, whole
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, masks, recipes, spec
+from fedjax_drift.batch_norm import Kept, Statistics, whole
 from fedjax_drift.recipes import Recipe, recorded
+from fedjax_drift.spec import Fix, Flag, FloatingDtype, Shape, Text, checked
 from fedjax_drift.tree import PyTree
 
 Params = PyTree
@@ -104,7 +104,7 @@ class Model(NamedTuple):
         return f"Model({', '.join(given)})"
 
     @recorded
-    def computing_in(self, dtype: Any) -> Model:
+    def computing_in(self, dtype: FloatingDtype) -> Model:
         """Returns the same model with a forward pass in ``dtype``, such as ``jnp.bfloat16``.
 
         Parameters and floating-point inputs are cast to ``dtype`` at the start of the forward pass. The logits are cast
@@ -114,14 +114,15 @@ class Model(NamedTuple):
         With bfloat16, an accelerator multiplies matrices faster. The precision is 8 bits with bfloat16, 11 bits with
         TF32 and 24 bits with float32.
 
-        Raises ValueError unless ``dtype`` is a floating-point dtype, and if the model has frozen parameters. Call it on
-        the whole model, before `fd.models.lora` or `fd.models.trainable`.
+        Raises ValueError if the model has frozen parameters. Call it on the whole model, before `fd.models.lora` or
+        `fd.models.trainable`.
         """
         if self.merged is not None:
-            raise ConfigurationError(
-                "computing_in must be called on the whole model: fd.models.lora(model.computing_in(dtype), ...)"
+            checks.refuse(
+                "computing_in must be called on the whole model",
+                "one with frozen parameters",
+                "fd.models.lora(model.computing_in(dtype), ...)",
             )
-        checks.floating_dtype("dtype", dtype)
 
         def cast(to: Any, tree: PyTree) -> PyTree:
             return jax.tree.map(lambda a: a.astype(to) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree)
@@ -168,9 +169,7 @@ class Model(NamedTuple):
 
     @classmethod
     @recorded
-    def from_linen(
-        cls, module: Any, input_shape: tuple[int, ...], *, statistics: str | None = None, **options: Any
-    ) -> Model:
+    def from_linen(cls, module: Any, input_shape: Shape, *, statistics: Kept | None = None, **options: Any) -> Model:
         """Creates a model from a ``flax.linen`` module.
 
         If ``__call__`` of the module has an argument ``train`` or ``deterministic``, the library passes the right value
@@ -206,9 +205,9 @@ class Model(NamedTuple):
     def from_nnx(
         cls,
         module: Any,
-        input_shape: tuple[int, ...] | None = None,
+        input_shape: Shape | None = None,
         *,
-        statistics: str | None = None,
+        statistics: Kept | None = None,
         **options: Any,
     ) -> Model:
         """Creates a model from a ``flax.nnx`` module, or from a function ``nnx.Rngs -> module``.
@@ -226,16 +225,17 @@ class Model(NamedTuple):
         return cls(**adapters.nnx_fields(module, input_shape, statistics, options))
 
     @classmethod
+    @checked
     def from_torch(
         cls,
         module: Any,
-        input_shape: tuple[int, ...],
+        input_shape: Shape,
         *,
-        statistics: str | None = None,
-        head: str | None = None,
-        extractor: str | None = None,
-        channels_last: bool = True,
-        check: bool = True,
+        statistics: Kept | None = None,
+        head: Text | None = None,
+        extractor: Text | None = None,
+        channels_last: Flag = True,
+        check: Flag = True,
         **options: Any,
     ) -> Model:
         """Creates a model from a ``torch.nn.Module``. PyTorch itself takes no part in a round.
@@ -275,7 +275,6 @@ class Model(NamedTuple):
         from fedjax_drift.adapters import example_of
         from fedjax_drift.pytorch import network
 
-        channels_last, check = checks.flag("channels_last", channels_last), checks.flag("check", check)
         example = example_of(input_shape, options)
         torch_module = network.made_module(module)
         name = type(torch_module).__name__
@@ -291,12 +290,15 @@ class Model(NamedTuple):
 
 @recorded
 def _of_torch(
-    source: Any, statistics: str | None, head: str | None, extractor: str | None, channels_last: bool, options: dict
+    source: Any, statistics: Kept | None, head: str | None, extractor: str | None, channels_last: bool, options: dict
 ) -> Model:
     """The model of `Model.from_torch`. source: the translated module."""
     from fedjax_drift.pytorch import network
 
     return Model(**(network.fields(source, statistics, head, extractor, channels_last) | options))
+
+
+GivenModel = Annotated[Model, spec.instance(Model), Fix("fd.models.lenet5(), for example")]
 
 
 class Part(NamedTuple):

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_drift import checks, spec
-from fedjax_drift.errors import ConfigurationError
 
 
 def is_schedule(value: Any) -> bool:
@@ -28,14 +27,14 @@ def checked(name: str, schedule: Any) -> Any:
         value = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
         shape, dtype = value.shape, value.dtype
     except Exception as error:
-        raise ConfigurationError(
-            f"{name} must be a number, or a function of the round that returns a number, got one that fails "
-            f"({checks.first_line(error)}): {example}"
-        ) from error
-    if shape or not jnp.issubdtype(dtype, jnp.floating):
-        raise ConfigurationError(
-            f"{name} must return a floating scalar for every round, got {dtype}{[*shape]}: {example}"
+        checks.refuse(
+            f"{name} must be a number, or a function of the round that returns a number",
+            f"one that fails ({checks.first_line(error)})",
+            example,
+            error,
         )
+    if shape or not jnp.issubdtype(dtype, jnp.floating):
+        checks.refuse(f"{name} must return a floating scalar for every round", f"{dtype}{[*shape]}", example)
     return schedule
 
 

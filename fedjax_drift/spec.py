@@ -132,7 +132,8 @@ def array(allowed: str, ok: Callable[[np.ndarray], Any]) -> Spec:
 
 def shape(length: int | None = None) -> Spec:
     """A tuple of integers >= 1. length: how many, or None for any number."""
-    return Spec(lambda name, value, fix: checks.shape(name, value, length), "shape", ((1,) * (length or 1),), (0, (0,)))
+    right, wrong = ((1,) * (length or 1),), (0, (0,))
+    return Spec(lambda name, value, fix: checks.shape(name, value, length), "shape", right, wrong, "integers >= 1")
 
 
 def numbers(array: np.ndarray, ndim: int, kinds: str = "fiu") -> bool:
@@ -170,7 +171,9 @@ Seed = Annotated[int, integer(0, math.inf)]  # of NumPy's random generators
 Flag = Annotated[bool, Spec(checks.flag, "flag", (True, False))]
 Text = Annotated[str, Spec(checks.text, "text")]
 Shape = Annotated[tuple[int, ...], shape()]
-FloatingDtype = Annotated[Any, Spec(lambda name, value, fix: checks.floating_dtype(name, value), "dtype")]
+FloatingDtype = Annotated[
+    Any, Spec(lambda name, value, fix: checks.floating_dtype(name, value), "dtype", allowed="floating")
+]
 PATH = Spec(lambda name, value, fix: checks.path(name, value, fix).absolute(), "path")  # a pathlib.Path
 FOLDER = Spec(_folder, "path")  # the same, and no file
 GIVEN_PATH = Spec(checks.path, "path")  # not made absolute: for what is read or written at once

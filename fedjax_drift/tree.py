@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
 
 PyTree = Any
@@ -176,9 +177,10 @@ def cast_like(new: PyTree, old: PyTree, what: str) -> PyTree:
         new = jnp.asarray(new)
         if jnp.issubdtype(new.dtype, jnp.inexact) and not jnp.issubdtype(old.dtype, jnp.inexact):
             where = jax.tree_util.keystr(path) or "the value itself"
-            raise ConfigurationError(
-                f"{what} must keep its dtypes, got {new.dtype} instead of {old.dtype} in {where}: initialise it with a "
-                "float (0.0 instead of 0), or round the new value to an integer"
+            checks.refuse(
+                f"{what} must keep its dtypes",
+                f"{new.dtype} instead of {old.dtype} in {where}",
+                "initialise it with a float (0.0 instead of 0), or round the new value to an integer",
             )
         return new.astype(old.dtype)
 

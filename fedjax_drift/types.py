@@ -26,9 +26,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_drift import reprs, schedules
+from fedjax_drift import checks, reprs, schedules
 from fedjax_drift.batch_norm import whole as whole
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.message import Row as Row
 from fedjax_drift.model import Model, Params, Part, PyTree
 from fedjax_drift.needs import Needs as Needs
@@ -107,9 +106,10 @@ class Work(NamedTuple):
         """The output of a model with running statistics, in training mode."""
         assert self.model.statistics is not None
         if mask is None:
-            raise ConfigurationError(
-                "work.logits needs the mask of the batch for a model with running statistics, got None: call "
-                "work.logits(params, batch.x, key, batch.mask)"
+            checks.refuse(
+                "work.logits needs the mask of the batch for a model with running statistics",
+                "None",
+                "call work.logits(params, batch.x, key, batch.mask)",
             )
         return self.model.statistics.forward(params, self.statistics, x, key, mask, method)[0]
 
@@ -156,10 +156,12 @@ class ClientResult(NamedTuple):
         """What `local.train` returned. Raises ConfigurationError if the algorithm ``name`` has not passed it on."""
         if isinstance(self.metrics, Trained):
             return self.metrics
-        raise ConfigurationError(
+        checks.refuse(
             f"client_update of {name} must pass on what local.train returned, for running statistics, personal "
-            f"parameters and drift measures, got {type(self.metrics).__name__}: return ClientResult(message, weight, "
-            'state, trained), or trained | {"name": value} with metrics of your own'
+            "parameters and drift measures",
+            type(self.metrics).__name__,
+            'return ClientResult(message, weight, state, trained), or trained | {"name": value} with metrics of your '
+            "own",
         )
 
 

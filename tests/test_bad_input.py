@@ -108,7 +108,7 @@ DATA = [
     ),
     (lambda: fd.FederatedData.of_shapes(2, 2**31, (1,)), "sizes must be in 0..2147483647, got 2147483648"),
     (lambda: clients((X, Y), (X.astype(np.uint8), Y)), "got uint8"),
-    (lambda: clients((X, Y), (infinite(), Y)), "inputs must be finite, but example 6 has NaN or infinity"),
+    (lambda: clients((X, Y), (infinite(), Y)), "inputs must be finite, got NaN or infinity in example 6: correct it"),
     (
         lambda: clients(([[2**63 + 1, -1]], [0])),
         "inputs must be .*integers must be smaller than 2..63, got 92233720368",
@@ -138,7 +138,7 @@ DATA = [
     ),
     (lambda: fd.datasets.load("synthetic", partition=fd.partition.iid), "partition must be a partitioner such as"),
     (lambda: fd.models.lenet5(num_classes=0), "num_classes must be an integer >= 1, got 0"),
-    (lambda: fd.models.lenet5(input_shape=(5,)), r"CNN does not accept examples of shape \(5,\)"),
+    (lambda: fd.models.lenet5(input_shape=(5,)), r"input_shape must be one that CNN accepts, got \(5,\)"),
     (lambda: fd.FederatedData.from_partition(X, Y, [[0, 1], []]), "client 1 is empty"),
     (lambda: fd.FederatedData.from_partition(X, Y, np.array([0, 0, 1, 1])), "pass parts=.np.flatnonzero"),
     (lambda: fd.FederatedData.from_partition(X, Y, [0, 0, 1, 1]), "pass parts=.np.flatnonzero"),

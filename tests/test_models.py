@@ -394,7 +394,7 @@ def test_nnx_modules_become_models() -> None:
 
     model = fd.Model.from_nnx(Tokens, (5,), input_dtype=jnp.int32)
     assert model.apply(model.init(jax.random.key(0)), jnp.ones((2, 5), jnp.int32)).shape == (2, 3)
-    with pytest.raises(ValueError, match=r"Tokens does not accept examples of shape \(5,\): .*input_dtype=jnp.int32"):
+    with pytest.raises(ValueError, match=r"one that Tokens accepts, got \(5,\): .*input_dtype=jnp.int32"):
         fd.Model.from_nnx(Tokens, (5,))
 
 
@@ -438,7 +438,7 @@ class Nnx(nnx.Module):
         (lambda: fd.Model.from_nnx(nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))), "got a tuple: .* before nnx.split"),
         (
             lambda: fd.Model.from_nnx(lambda rngs: 3),
-            "module must be a function nnx.Rngs -> nnx.Module, but it returned a int",
+            "module must be a function nnx.Rngs -> nnx.Module, got one that returns a int",
         ),
     ],
 )

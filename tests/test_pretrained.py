@@ -78,7 +78,7 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path):
     (tmp_path / "empty.npz").write_bytes(b"")
     (tmp_path / "cut.npz").write_bytes((tmp_path / "small.npz").read_bytes()[:-40])
     for name in ("one.npy", "text.npz", "empty.npz", "cut.npz"):
-        with pytest.raises(ValueError, match="it is no npz|looks like one of NumPy"):
+        with pytest.raises(ValueError, match="which is no npz|looks like one of NumPy"):
             load_params(small, tmp_path / name)
 
 
@@ -483,7 +483,7 @@ def test_reserved_or_ambiguous_array_names_are_refused(tmp_path: Path, params: d
         ("m.msgpack", "Flax: convert it with fd.models.save"),
         ("m.npy", "NumPy with one array"),
         ("m.orbax", "Orbax: convert it with fd.models.save"),
-        ("m.txt", "it is no npz"),
+        ("m.txt", "which is no npz"),
     ],
 )
 def test_the_file_of_another_program_is_named_with_how_to_convert_it(name, says, tmp_path):

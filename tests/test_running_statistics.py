@@ -415,7 +415,7 @@ OPTIONS = '(?s)got None: pass .*"average" .*"local" .*"frozen" .*GroupNorm'
             "left out for Linear, which has no running",
         ),
         (lambda: linen(Own()), "must be those of flax's BatchNorm, got those of Own in Own"),
-        (lambda: linen(Cached()), "no variables except parameters and running statistics, but Cached has cache"),
+        (lambda: linen(Cached()), "Cached must have no variables except parameters and running statistics, got cache"),
         (lambda: linen(NoFlag()), "__call__ of NoFlag must have an argument train, got none"),
         (lambda: linen(AlwaysTraining()), re.escape("write BatchNorm(use_running_average=not train)")),
         (lambda: linen(Reshaped()), r"first axis of BatchNorm's input must be the batch, of length 2, got \[10, 1\]"),

@@ -18,15 +18,13 @@ Deviations:  none. Combinations with other algorithms than FedAvg are our own. A
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import leaves, spec
+from fedjax_drift import checks, leaves, spec
 from fedjax_drift.algorithms.fedavg import fedavg
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
 from fedjax_drift.message import Absent, decoded, filled, is_like
 from fedjax_drift.model import Part
@@ -47,7 +45,7 @@ NewClients = Literal["initial", "mean"]
 @algorithm
 def partly_shared(
     base: Annotated[Algorithm, spec.instance(Algorithm), Fix("pass fd.algorithms.scaffold()")] | None = None,
-    personal: str | Callable[[str], bool] | PyTree = "classifier",
+    personal: leaves.Selection = "classifier",
     schedule: Literal["joint", "alternate", "frozen"] = "joint",
     base_epochs: Count = 1,
     new_clients: NewClients = "initial",
@@ -69,19 +67,16 @@ def partly_shared(
         model, and `evaluate` evaluates it with this mean.
 
     Raises:
-      ValueError: an argument is invalid, or a regular expression selects no leaf or all leaves. Pass
-        ``personal=lambda path: False`` to share everything, ``lambda path: True`` to train every client alone. A
-        `Simulation` raises it if base_epochs is not less than the local epochs.
+      ValueError: a regular expression selects no leaf or all leaves. Pass ``personal=lambda path: False`` to share
+        everything, ``lambda path: True`` to train every client alone. A `Simulation` raises it if base_epochs is not
+        less than the local epochs.
     """
     base = base or fedavg()
     averages = new_clients == "mean"
     if averages and schedule == "frozen":
-        raise ConfigurationError(
-            'new_clients must be "initial" with schedule="frozen", which trains no personal leaves'
-        )
+        checks.refuse('new_clients must be "initial" with schedule="frozen"', '"mean"', "it trains no personal leaves")
     if base.personal is not None:
-        raise ConfigurationError(f"base must be an algorithm without personal models, got {base.name}")
-    leaves.check("personal", personal)
+        checks.refuse("base must be an algorithm without personal models", base.name)
     keeps = schedule != "frozen"
 
     def leaves_of(params: Params) -> list[jax.Array]:
@@ -95,9 +90,10 @@ def partly_shared(
 
     def init_client(params: Params) -> Client:
         if isinstance(personal, str) and all(jax.tree.leaves(leaves.select("personal", personal, params))):
-            raise ConfigurationError(
-                f"personal must leave a part of the model to share, got {personal!r}, which selects all leaves: use a "
-                "model with more layers, or another regular expression"
+            checks.refuse(
+                "personal must leave a part of the model to share",
+                f"{personal!r}, which selects all leaves",
+                "use a model with more layers, or another regular expression",
             )
         return Client(base.init_client(params), leaves_of(params), jnp.array(False) if averages else ())
 
@@ -109,13 +105,14 @@ def partly_shared(
 
     def client_update(server: Any, client: Client, work: Work) -> ClientResult:
         if "params" not in getattr(server, "_fields", ()):
-            raise ConfigurationError(
-                f"base must keep the global model in a field params of a NamedTuple, got {base.name}: use another base"
+            checks.refuse(
+                "base must keep the global model in a field params of a NamedTuple", base.name, "use another base"
             )
         if work.part is not None:  # `local.train` treats one part, so the outer one's leaves would be trained as usual
-            raise ConfigurationError(
-                "partly_shared must not be inside another partly_shared, got two of them: select the leaves of both "
-                "with one personal="
+            checks.refuse(
+                "partly_shared must not be inside another partly_shared",
+                "two of them",
+                "select the leaves of both with one personal=",
             )
         start = with_leaves(server.params, own_leaves(server.params, client))  # (1)
         mask = leaves.select("personal", personal, start)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from fedjax_drift import checks, tree
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, spec, tree
 from fedjax_drift.model import Model
 from fedjax_drift.models import names, ranking
 from fedjax_drift.models.adapted import lora, merge, trainable
@@ -26,6 +25,7 @@ from fedjax_drift.models.pretrained import load, load_params, save, save_params
 from fedjax_drift.models.torch_layout import to_torch
 from fedjax_drift.models.transformers import Decoder, Encoder, ViT
 from fedjax_drift.recipes import recorded
+from fedjax_drift.spec import Count, Fix, Flag, Fraction, Shape, checked
 
 __all__ = [
     "MODELS",
@@ -59,25 +59,42 @@ __all__ = [
 ]
 
 
-def linear(input_shape: tuple[int, ...] = (30,), num_classes: int = 5, cosine: bool = False) -> Model:
+Classes = Annotated[int, spec.integer(1, 2**31 - 1)]
+Vocabulary = Annotated[int, spec.integer(2)]
+Stem = Annotated[int, spec.integer(3, 7), Fix("3 is 3x3 without pooling, 7 is 7x7 with pooling")]
+Sizes = Annotated[
+    Sequence[int],
+    spec.array(
+        "six integers >= 1 (the numbers of users, genders, ages, occupations, zips and items)",
+        lambda sizes: sizes.shape == (6,) and sizes.dtype.kind in "iu" and sizes.min() >= 1,
+    ),
+    Fix("pass fedjax_drift.data.movielens.sizes(data)"),
+]
+
+
+@checked
+def linear(input_shape: Shape = (30,), num_classes: Classes = 5, cosine: Flag = False) -> Model:
     """Multinomial logistic regression, initialised to zero.
 
     It has 155 parameters for the synthetic data of FedDyn and FedDC. With ``cosine=True`` the weights are random.
     """
-    return _model(MLP((), num_classes, zero_init=not checks.flag("cosine", cosine), cosine=cosine), input_shape)
+    return _model(MLP((), num_classes, zero_init=not cosine, cosine=cosine), input_shape)
 
 
-def mnist_2nn(num_classes: int = 10, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
+@checked
+def mnist_2nn(num_classes: Classes = 10, input_shape: Shape = (28, 28, 1), cosine: Flag = False) -> Model:
     """McMahan et al.'s 2NN with layers 784-200-200-10 (199,210 parameters). FedDyn and FedDC use it for MNIST."""
     return _model(MLP((200, 200), num_classes, cosine=cosine), input_shape)
 
 
-def emnist_nn(num_classes: int = 10, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
+@checked
+def emnist_nn(num_classes: Classes = 10, input_shape: Shape = (28, 28, 1), cosine: Flag = False) -> Model:
     """FedDyn's and FedDC's network for EMNIST-L, with layers 784-100-100-10 (89,610 parameters)."""
     return _model(MLP((100, 100), num_classes, cosine=cosine), input_shape)
 
 
-def cifar_cnn(num_classes: int = 10, cosine: bool = False) -> Model:
+@checked
+def cifar_cnn(num_classes: Classes = 10, cosine: Flag = False) -> Model:
     """FedDyn's and FedDC's CIFAR network: two 5x5 convolutions with 64 filters, dense layers with 384 and 192 units.
 
     It has 797,962 parameters for 10 classes, and 815,332 for 100 classes.
@@ -86,30 +103,32 @@ def cifar_cnn(num_classes: int = 10, cosine: bool = False) -> Model:
     return _model(network, (32, 32, 3))
 
 
+@checked
 def mnist_cnn(
-    num_classes: int = 10,
-    cosine: bool = False,
-    filters: tuple[int, int] = (32, 64),
-    units: int = 512,
-    padding: str = "SAME",
+    num_classes: Classes = 10,
+    cosine: Flag = False,
+    filters: Annotated[tuple[int, int], spec.shape(2)] = (32, 64),
+    units: Count = 512,
+    padding: Literal["SAME", "VALID"] = "SAME",
 ) -> Model:
     """McMahan et al.'s MNIST CNN: two 5x5 convolutions with 32 and 64 filters, a dense layer with 512 units.
 
     It has 1,663,370 parameters. ``filters`` and ``units`` change the widths. With ``padding="VALID"`` it is the CNN of
     PFLlib, with 582,026 parameters.
     """
-    padding = checks.choice("padding", padding, ("SAME", "VALID"))
-    layers = tuple((width, 5, padding, 2) for width in checks.shape("filters", filters, 2))
-    return _model(CNN(layers, (checks.integer("units", units, 1),), num_classes, cosine=cosine), (28, 28, 1))
+    layers = tuple((width, 5, padding, 2) for width in filters)
+    return _model(CNN(layers, (units,), num_classes, cosine=cosine), (28, 28, 1))
 
 
-def lenet5(num_classes: int = 62, input_shape: tuple[int, ...] = (28, 28, 1), cosine: bool = False) -> Model:
+@checked
+def lenet5(num_classes: Classes = 62, input_shape: Shape = (28, 28, 1), cosine: Flag = False) -> Model:
     """LeNet-5 with ReLU and max-pooling for 28x28 images (66,126 parameters for 62 classes)."""
     network = CNN(((6, 5, "SAME", 2), (16, 5, "VALID", 2)), (120, 84), num_classes, cosine=cosine)
     return _model(network, input_shape)
 
 
-def simple_fl_lenet(num_classes: int = 62, cosine: bool = False) -> Model:
+@checked
+def simple_fl_lenet(num_classes: Classes = 62, cosine: Flag = False) -> Model:
     """FedEve's "LeNet5", from the authors' library simple-FL.
 
     The network has two 3x3 convolutions with 6 and 10 filters, and a dense layer with 100 units. Dropout 0.5 comes
@@ -119,11 +138,12 @@ def simple_fl_lenet(num_classes: int = 62, cosine: bool = False) -> Model:
     return _model(CNN(convolutions, (100,), num_classes, 0.5, 0.5, cosine), (28, 28, 1))
 
 
+@checked
 def fedadc_cnn(
-    num_classes: int = 10,
-    convolutions: tuple[int, int, int, int] = (32, 32, 64, 64),
-    dense: tuple[int, int, int] = (512, 256, 128),
-    cosine: bool = False,
+    num_classes: Classes = 10,
+    convolutions: Annotated[tuple[int, int, int, int], spec.shape(4)] = (32, 32, 64, 64),
+    dense: Annotated[tuple[int, int, int], spec.shape(3)] = (512, 256, 128),
+    cosine: Flag = False,
 ) -> Model:
     """FedADC's CIFAR-10 network: four convolutions and four dense layers, including the classifier.
 
@@ -131,12 +151,12 @@ def fedadc_cnn(
     pooling after the second and the fourth convolution. ``convolutions`` are the numbers of filters. ``dense`` are the
     numbers of units of the first three dense layers.
     """
-    widths = checks.shape("convolutions", convolutions, 4)
-    layers = tuple((width, 3, "SAME", 1 + i % 2) for i, width in enumerate(widths))
-    return _model(CNN(layers, checks.shape("dense", dense, 3), num_classes, cosine=cosine), (32, 32, 3))
+    layers = tuple((width, 3, "SAME", 1 + i % 2) for i, width in enumerate(convolutions))
+    return _model(CNN(layers, dense, num_classes, cosine=cosine), (32, 32, 3))
 
 
-def emnist_cnn(num_classes: int = 62, cosine: bool = False) -> Model:
+@checked
+def emnist_cnn(num_classes: Classes = 62, cosine: Flag = False) -> Model:
     """Reddi et al.'s EMNIST CNN.
 
     The layers are two 3x3 convolutions with 32 and 64 filters, max-pooling, dropout 0.25, a dense layer with 128 units,
@@ -146,22 +166,24 @@ def emnist_cnn(num_classes: int = 62, cosine: bool = False) -> Model:
     return _model(CNN(convolutions, (128,), num_classes, 0.25, 0.5, cosine), (28, 28, 1))
 
 
+@checked
 def simple_cnn(
-    num_classes: int = 10,
-    input_shape: tuple[int, ...] = (32, 32, 3),
-    projection: bool = True,
-    cosine: bool = False,
+    num_classes: Classes = 10,
+    input_shape: Shape = (32, 32, 3),
+    projection: Flag = True,
+    cosine: Flag = False,
 ) -> Model:
     """MOON's and LfD's simple CNN with a projection head.
 
     For 10 classes it has 92,626 parameters, 92,616 with ``cosine=True``, and 62,006 with ``projection=False`` (without
     the projection head).
     """
-    return _model(SimpleCNN(num_classes, checks.flag("projection", projection), cosine), input_shape)
+    return _model(SimpleCNN(num_classes, projection, cosine), input_shape)
 
 
+@checked
 def resnet18(
-    num_classes: int = 10, input_shape: tuple[int, ...] = (32, 32, 3), stem: int = 3, cosine: bool = False
+    num_classes: Classes = 10, input_shape: Shape = (32, 32, 3), stem: Stem = 3, cosine: Flag = False
 ) -> Model:
     """ResNet-18 with GroupNorm(2) instead of BatchNorm.
 
@@ -170,13 +192,13 @@ def resnet18(
     - ``stem=7`` starts with the ImageNet stem, that is, a 7x7 convolution with stride 2, and max-pooling. The network
       has 11,181,642 parameters for 10 classes. FedDyn and FedDC use it.
     """
-    stem = checks.integer("stem", stem, 3, 7, "3 is 3x3 without pooling, 7 is 7x7 with pooling")
     if stem not in (3, 7):
-        raise ConfigurationError(f"stem must be 3 (3x3 without pooling) or 7 (7x7 with pooling), got {stem!r}")
+        checks.refuse("stem must be 3 (3x3 without pooling) or 7 (7x7 with pooling)", stem)
     return _model(ResNet18(num_classes, stem, cosine), input_shape)
 
 
-def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), test_negatives: int = 99) -> Model:
+@checked
+def din(sizes: Sizes = (6041, 3, 8, 22, 3440, 3953), test_negatives: Annotated[int, spec.integer(9)] = 99) -> Model:
     """FedEve's deep interest network (DIN) for click-through prediction on MovieLens (205,398 parameters for ML-1M).
 
     The network returns one logit per example. The loss is the binary cross-entropy with labels 0 and 1. An example has
@@ -186,21 +208,11 @@ def din(sizes: Sequence[int] = (6041, 3, 8, 22, 3440, 3953), test_negatives: int
     Args:
       sizes: vocabulary sizes of the first six columns, including id 0 (missing). Default: those of ML-1M. For other
         data use `fedjax_drift.data.movielens.sizes(data)`.
-      test_negatives: the number of negative examples in each block of the test set, which also has one positive
-        example. Use the same value for the data set.
-
-    Raises:
-      ValueError: sizes are not six integers >= 1, or test_negatives < 9 (HR@10 needs 10 examples).
+      test_negatives: the number of negative examples in each block of the test set, >= 9 for HR@10. A block also has
+        one positive example. Use the same value for the data set.
     """
-    checked_sizes = checks.array("sizes", sizes)
-    if checked_sizes.shape != (6,) or checked_sizes.dtype.kind not in "iu":
-        raise ConfigurationError(
-            "sizes must be six integers (the numbers of users, genders, ages, occupations, zips and items), got "
-            f"{checks.shown(sizes)}: pass fedjax_drift.data.movielens.sizes(data)"
-        )
-    sizes = tuple(checks.integer("each of sizes", size, 1) for size in checked_sizes.tolist())
-    group = 1 + checks.integer("test_negatives", test_negatives, 9)
-    options: dict[str, Any] = {"loss": binary_cross_entropy, "scores": ranking.scores(group)}
+    sizes = tuple(map(int, sizes))
+    options: dict[str, Any] = {"loss": binary_cross_entropy, "scores": ranking.scores(1 + test_negatives)}
     return Model.from_linen(DIN(sizes), (7,), input_dtype=jnp.int32, vocabulary=sizes, **options)
 
 
@@ -209,26 +221,28 @@ def binary_cross_entropy(logits: jax.Array, y: jax.Array) -> jax.Array:
     return optax.sigmoid_binary_cross_entropy(logits, y.astype(logits.dtype))
 
 
-def text_classifier(num_classes: int = 4, vocabulary: int = 20_000, width: int = 64, cosine: bool = False) -> Model:
+@checked
+def text_classifier(
+    num_classes: Classes = 4, vocabulary: Vocabulary = 20_000, width: Count = 64, cosine: Flag = False
+) -> Model:
     """A text classifier: the mean embedding of the tokens, a dense layer, and MOON's projection head.
 
     An example has token ids in 0..vocabulary-1, where 0 is padding. ``width`` is the size of the embeddings. The model
     has 1,305,988 parameters, and 1,305,984 with ``cosine=True``. LfD does not specify a network for AG News, so the
-    network is our choice. Raises ValueError if ``vocabulary`` < 2 or ``width`` < 1.
+    network is our choice.
     """
-    vocabulary = checks.integer("vocabulary", vocabulary, 2)
-    width = checks.integer("width", width, 1)
     network = Projected(MeanOfTokens(vocabulary, width), num_classes, cosine)
     return _model(network, (1,), input_dtype=jnp.int32, vocabulary=vocabulary)
 
 
+@checked
 def drug_target(
-    num_classes: int = 2,
-    ligand: int = 100,
-    vocabulary: int = 95,
-    width: int = 64,
-    filters: int = 32,
-    cosine: bool = False,
+    num_classes: Classes = 2,
+    ligand: Annotated[int, spec.integer(16)] = 100,
+    vocabulary: Vocabulary = 95,
+    width: Count = 64,
+    filters: Count = 32,
+    cosine: Flag = False,
 ) -> Model:
     """Predicts whether a ligand binds a protein: two encoders as in DeepDTA, and MOON's projection head.
 
@@ -240,26 +254,24 @@ def drug_target(
     The network has 214,146 parameters, and 214,144 with ``cosine=True``. LfD does not specify a network for BindingDB,
     so the network is our choice.
 
-    Raises ValueError if ``ligand`` < 16, the receptive field of the convolutions. The padded sequence of a protein
-    needs at least 22 characters.
+    ``ligand`` must be at least 16, the receptive field of the convolutions. The padded sequence of a protein needs at
+    least 22 characters.
     """
-    ligand = checks.integer("ligand", ligand, 16)
-    vocabulary = checks.integer("vocabulary", vocabulary, 2)
-    width, filters = checks.integer("width", width, 1), checks.integer("filters", filters, 1)
     network = Projected(LigandAndTarget(ligand, vocabulary, width, filters), num_classes, cosine)
     return _model(network, (ligand + 1000,), input_dtype=jnp.int32, vocabulary=vocabulary)
 
 
+@checked
 def vit(
-    num_classes: int = 10,
-    input_shape: tuple[int, ...] = (32, 32, 3),
-    patch: int = 4,
-    width: int = 192,
-    depth: int = 6,
-    heads: int = 3,
-    dropout: float = 0.0,
-    cosine: bool = False,
-    remat: bool = False,
+    num_classes: Classes = 10,
+    input_shape: Annotated[tuple[int, int, int], spec.shape(3)] = (32, 32, 3),
+    patch: Count = 4,
+    width: Count = 192,
+    depth: Count = 6,
+    heads: Count = 3,
+    dropout: Fraction = 0.0,
+    cosine: Flag = False,
+    remat: Flag = False,
 ) -> Model:
     """A vision transformer (Dosovitskiy et al., ICLR 2021) with pre-norm blocks and a class token.
 
@@ -279,30 +291,31 @@ def vit(
         then needs less memory, and computes about a third more.
 
     Raises:
-      ValueError: ``patch`` does not divide the image, ``heads`` does not divide ``width``, or a value is out of range.
+      ValueError: ``patch`` does not divide the image, or ``heads`` does not divide ``width``.
     """
-    image = checks.shape("input_shape", input_shape, 3)
-    patch = checks.integer("patch", patch, 1, min(image[:2]))
-    if image[0] % patch or image[1] % patch:
-        raise ConfigurationError(
-            f"patch must divide the height and the width of the images, got {patch} for {image[0]}x{image[1]}: use "
-            f"patch={math.gcd(*image[:2])}, or a divisor of it"
+    sides = input_shape[:2]
+    if any(side % patch for side in sides):
+        checks.refuse(
+            "patch must divide the height and the width of the images",
+            f"{patch} for {sides[0]}x{sides[1]}",
+            f"use patch={math.gcd(*sides)}, or a divisor of it",
         )
-    options = _blocks(width, depth, heads, dropout, remat) | _classes(num_classes, cosine)
-    return _transformer(ViT, image, image=image, patch=patch, **options)
+    blocks = {"image": input_shape, "patch": patch} | _blocks(width, depth, heads, dropout, remat)
+    return _transformer(ViT, input_shape, **blocks, num_classes=num_classes, cosine=cosine)
 
 
+@checked
 def encoder(
-    num_classes: int = 4,
-    vocabulary: int = 20_000,
-    length: int = 64,
-    width: int = 128,
-    depth: int = 2,
-    heads: int = 2,
-    dropout: float = 0.0,
-    bert: bool = False,
-    cosine: bool = False,
-    remat: bool = False,
+    num_classes: Classes = 4,
+    vocabulary: Vocabulary = 20_000,
+    length: Count = 64,
+    width: Count = 128,
+    depth: Count = 2,
+    heads: Count = 2,
+    dropout: Fraction = 0.0,
+    bert: Flag = False,
+    cosine: Flag = False,
+    remat: Flag = False,
 ) -> Model:
     """A transformer that classifies texts. An example has token ids in 0..vocabulary-1, where 0 is padding.
 
@@ -319,20 +332,22 @@ def encoder(
       cosine: as for the other models.
 
     Raises:
-      ValueError: ``heads`` does not divide ``width``, or a value is out of range.
+      ValueError: ``heads`` does not divide ``width``.
     """
-    options = _blocks(width, depth, heads, dropout, remat) | _classes(num_classes, cosine) | _tokens(vocabulary, length)
-    return _transformer(Encoder, (options["length"],), bert=checks.flag("bert", bert), **options)
+    blocks = {"bert": bert} | _blocks(width, depth, heads, dropout, remat)
+    options = {"num_classes": num_classes, "cosine": cosine, "vocabulary": vocabulary, "length": length}
+    return _transformer(Encoder, (length,), **blocks, **options)
 
 
+@checked
 def decoder(
-    vocabulary: int = 28,
-    length: int = 64,
-    width: int = 128,
-    depth: int = 4,
-    heads: int = 4,
-    dropout: float = 0.0,
-    remat: bool = False,
+    vocabulary: Vocabulary = 28,
+    length: Count = 64,
+    width: Count = 128,
+    depth: Count = 4,
+    heads: Count = 4,
+    dropout: Fraction = 0.0,
+    remat: Flag = False,
 ) -> Model:
     """A language model with GPT-2's architecture: token ids [B, T] -> logits [B, T, vocabulary] of the next tokens.
 
@@ -345,27 +360,17 @@ def decoder(
       width, depth, heads, dropout, remat: as in `vit`.
 
     Raises:
-      ValueError: ``heads`` does not divide ``width``, or a value is out of range.
+      ValueError: ``heads`` does not divide ``width``.
     """
-    options = _blocks(width, depth, heads, dropout, remat) | _tokens(vocabulary, length)
-    return _transformer(Decoder, (options["length"],), **options)
+    blocks = _blocks(width, depth, heads, dropout, remat)
+    return _transformer(Decoder, (length,), **blocks, vocabulary=vocabulary, length=length)
 
 
 def _blocks(width: int, depth: int, heads: int, dropout: float, remat: bool) -> dict[str, Any]:
-    """The checked options that all transformers have."""
-    width, heads = checks.integer("width", width, 1), checks.integer("heads", heads, 1)
+    """The options that all transformers have."""
     if width % heads:
-        raise ConfigurationError(f"heads must divide width, got {heads} for width={width}: use heads=1, for example")
-    depth, dropout = checks.integer("depth", depth, 1), checks.fraction("dropout", dropout)
-    return {"width": width, "depth": depth, "heads": heads, "dropout": dropout, "remat": checks.flag("remat", remat)}
-
-
-def _classes(num_classes: int, cosine: bool) -> dict[str, Any]:
-    return {"num_classes": checks.integer("num_classes", num_classes, 1), "cosine": checks.flag("cosine", cosine)}
-
-
-def _tokens(vocabulary: int, length: int) -> dict[str, Any]:
-    return {"vocabulary": checks.integer("vocabulary", vocabulary, 2), "length": checks.integer("length", length, 1)}
+        checks.refuse("heads must divide width", f"{heads} for width={width}", "use heads=1, for example")
+    return {"width": width, "depth": depth, "heads": heads, "dropout": dropout, "remat": remat}
 
 
 @recorded
@@ -376,8 +381,6 @@ def _transformer(network: Any, input_shape: tuple[int, ...], **options: Any) -> 
 
 
 def _model(network: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
-    num_classes = checks.integer("num_classes", network.num_classes, 1, 2**31 - 1)
-    network = network.clone(num_classes=num_classes, cosine=checks.flag("cosine", network.cosine))
     model = Model.from_linen(network, input_shape, **options)
     drops = getattr(network, "dropout_flat", 0) or getattr(network, "dropout_hidden", 0)
     return model if drops else model._replace(train_apply=None)  # without dropout, training uses `apply`

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from fedjax_drift import axes, checks, leaves
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import axes, checks, leaves, spec
 from fedjax_drift.leaves import by_path
 from fedjax_drift.masks import like
-from fedjax_drift.model import Model
+from fedjax_drift.model import GivenModel, Model
 from fedjax_drift.models import low_rank
 from fedjax_drift.recipes import Frozen, recorded
+from fedjax_drift.spec import Count, Fix, FloatingDtype, Positive, checked
 from fedjax_drift.types import Params, PyTree
 
 Named = dict[str, Any]  # path of a leaf -> its value
@@ -31,7 +31,10 @@ BASE = (
 )
 
 
-def trainable(model: Model, which: leaves.Selection, base: Params | None = None, *, frozen_dtype: Any = None) -> Model:
+@checked
+def trainable(
+    model: GivenModel, which: leaves.Selection, base: Params | None = None, *, frozen_dtype: FloatingDtype | None = None
+) -> Model:
     """Returns a model that trains only some of the parameters.
 
     >>> import fedjax_drift as fd
@@ -61,7 +64,7 @@ def trainable(model: Model, which: leaves.Selection, base: Params | None = None,
     shapes = _shapes(model)
     selected = _selected("which", which, shapes)
     if not selected:
-        raise ConfigurationError("which must select a leaf of the parameters, got a selection of none")
+        checks.refuse("which must select a leaf of the parameters", "a selection of none")
     _check_base(base, shapes)
     frozen = _frozen(model, base, lambda path: path not in selected, frozen_dtype)
     return _with_selected(frozen, _start(model, base, selected), model, shapes, selected)
@@ -77,15 +80,16 @@ def _with_selected(frozen: Frozen, start: Frozen | None, model: Model, shapes: P
     return _training(model, _initial(model, start, shapes, selected), full, selected)
 
 
+@checked
 def lora(
-    model: Model,
-    rank: int = 8,
+    model: GivenModel,
+    rank: Count = 8,
     where: leaves.Selection | None = None,
-    alpha: float | None = None,
+    alpha: Positive | None = None,
     *,
     whole: leaves.Selection | None = None,
     base: Params | None = None,
-    frozen_dtype: Any = None,
+    frozen_dtype: FloatingDtype | None = None,
 ) -> Model:
     """Returns a model that trains low-rank adapters (LoRA, arXiv 2106.09685).
 
@@ -116,12 +120,12 @@ def lora(
       parameter that is trained whole. `merge` returns the parameters of the whole model.
 
     Raises:
-      ValueError: an argument is out of range, or no matrix is selected; or ``rank`` is larger than a side of a selected
-        matrix; or a leaf is selected by ``where`` and by ``whole``; or the model has running statistics that are not
-        "frozen"; or ``base`` does not fit the model.
+      ValueError: no matrix is selected; or ``rank`` is larger than a side of a selected matrix; or a leaf is selected
+        by ``where`` and by ``whole``; or the model has running statistics that are not "frozen"; or ``base`` does not
+        fit the model.
     """
-    model, rank = _checked(model), checks.integer("rank", rank, 1)
-    scale = 1.0 if alpha is None else checks.positive("alpha", alpha) / rank
+    model = _checked(model)
+    scale = 1.0 if alpha is None else alpha / rank
     shapes = _shapes(model)
     named_shapes = by_path(shapes)
     chosen = _selected("where", "kernel" if where is None else where, shapes)
@@ -132,16 +136,17 @@ def lora(
         adapted = [path for path in adapted if min(sides[path]) >= rank]
     trained = [] if whole is None else _selected("whole", whole, shapes)
     if not adapted:
-        raise ConfigurationError(
-            f"where must select a matrix of the parameters ({checks.listed(named_shapes)}), got {checks.shown(where)}"
+        checks.refuse(
+            f"where must select a matrix of the parameters ({checks.listed(named_shapes)})", checks.shown(where)
         )
     if both := [path for path in adapted if path in trained]:
-        raise ConfigurationError(f"where and whole must select different parameters, but both select {both[0]}")
+        checks.refuse("where and whole must select different parameters", f"{both[0]} in both")
     for path in adapted:
         if rank > (side := min(sides[path])):
-            raise ConfigurationError(
-                f"rank must be at most {side}, the smaller side of {path} {[*named_shapes[path].shape]}, got {rank}: "
-                "use a smaller rank, or leave this matrix out of where="
+            checks.refuse(
+                f"rank must be at most {side}, the smaller side of {path} {[*named_shapes[path].shape]}",
+                rank,
+                "use a smaller rank, or leave this matrix out of where=",
             )
     _warn_of_large_adapters({path: sides[path] for path in adapted}, named_shapes, rank)
     _check_base(base, shapes)
@@ -182,17 +187,19 @@ def _with_adapters(
     return _training(model, init, full, trained)
 
 
-def merge(model: Model, params: Params) -> Params:
+@checked
+def merge(
+    model: Annotated[Model, spec.instance(Model), Fix("pass the model that lora returned")], params: Params
+) -> Params:
     """Returns the parameters of the whole model from those of a model of `trainable` or `lora`.
 
     Raises ValueError if the model is trained whole, or if the parameters are not those of this model.
     """
-    merged = checks.instance("model", model, Model, "pass the model that lora returned").merged
-    if merged is None:
-        raise ConfigurationError("model must come from fd.models.trainable or fd.models.lora, got one trained whole")
+    if model.merged is None:
+        checks.refuse("model must come from fd.models.trainable or fd.models.lora", "one trained whole")
     shapes = _shapes(model)
     _check_layout("params", params, shapes, "pass state.params of a simulation of this model")
-    return merged(jax.tree.map(jnp.asarray, _unnamed(by_path(params), shapes)))
+    return model.merged(jax.tree.map(jnp.asarray, _unnamed(by_path(params), shapes)))
 
 
 def _warn_of_large_adapters(sides: dict[str, tuple[int, ...]], shapes: Named, rank: int) -> None:
@@ -258,16 +265,16 @@ def _replicated_in_team(params: Params) -> Params:
     return jax.lax.with_sharding_constraint(params, PartitionSpec())
 
 
-def _checked(model: Any) -> Model:
+def _checked(model: Model) -> Model:
     """The model. Frozen running statistics (BatchNorm) become parameters like others."""
-    checks.instance("model", model, Model, "fd.models.lenet5(), for example")
     if model.statistics is None:
         return model
     kept, forward = model.statistics.kept, model.statistics.forward
     if kept != "frozen":
-        raise ConfigurationError(
-            f'statistics must be "frozen" for a model of which only a part is trained, got {kept!r}: create the model '
-            'with statistics="frozen", or replace BatchNorm by GroupNorm'
+        checks.refuse(
+            'statistics must be "frozen" for a model of which only a part is trained',
+            f"{kept!r}",
+            'create the model with statistics="frozen", or replace BatchNorm by GroupNorm',
         )
 
     def train_apply(params: Params, x: jax.Array, key: jax.Array, *mask: jax.Array) -> jax.Array:
@@ -283,7 +290,6 @@ def _shapes(model: Model) -> PyTree:
 
 def _selected(name: str, selection: leaves.Selection, shapes: PyTree) -> list[str]:
     """The paths of the selected leaves. Running statistics are never selected."""
-    leaves.check(name, selection)
     mask = jax.tree.leaves(leaves.select(name, selection, shapes))
     selected = [path for path, chosen in zip(by_path(shapes), mask, strict=True) if chosen]
     return [path for path in selected if not path.startswith("batch_stats/")]
@@ -291,8 +297,6 @@ def _selected(name: str, selection: leaves.Selection, shapes: PyTree) -> list[st
 
 def _frozen(model: Model, base: Params | None, wanted: Callable[[str], bool], dtype: Any = None) -> Frozen:
     """Parameters of the base, by path."""
-    if dtype is not None:
-        checks.floating_dtype("frozen_dtype", dtype)
 
     def stored(value: jax.Array) -> jax.Array:
         return value if dtype is None or not jnp.issubdtype(value.dtype, jnp.floating) else value.astype(dtype)
@@ -324,7 +328,7 @@ def _check_layout(name: str, params: Any, shapes: PyTree, fix: str) -> None:
     got, wanted = ({path: jnp.shape(leaf) for path, leaf in by_path(each).items()} for each in (params, shapes))
     if wrong := [path for path in {**wanted, **got} if got.get(path) != wanted.get(path)]:
         shown = [list(each[wrong[0]]) if wrong[0] in each else "nothing" for each in (wanted, got)]
-        raise ConfigurationError(f"{name} must have {shown[0]} at {wrong[0]}, got {shown[1]}: {fix}")
+        checks.refuse(f"{name} must have {shown[0]} at {wrong[0]}", shown[1], fix)
 
 
 def _check_base(base: Params | None, shapes: PyTree) -> None:
@@ -335,13 +339,14 @@ def _check_base(base: Params | None, shapes: PyTree) -> None:
     _check_layout("base", base, shapes, BASE)
     for (path, value), wanted in zip(by_path(base).items(), by_path(shapes).values(), strict=True):
         if isinstance(value, jax.Array) and value.is_deleted():
-            raise ConfigurationError(
-                "base must be valid, got parameters that were donated to a round: pass jax.device_get(params) from "
-                "before that round"
+            checks.refuse(
+                "base must be valid",
+                "parameters that were donated to a round",
+                "pass jax.device_get(params) from before that round",
             )
         kind = getattr(value, "dtype", np.asarray(value).dtype)
         if jnp.issubdtype(wanted.dtype, jnp.floating) and not jnp.issubdtype(kind, jnp.floating):
-            raise ConfigurationError(f"base must have a floating dtype at {path}, got {kind}: {BASE}")
+            checks.refuse(f"base must have a floating dtype at {path}", kind, BASE)
 
 
 def _unnamed(named: Named, shapes: PyTree) -> PyTree:

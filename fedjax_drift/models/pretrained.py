@@ -7,17 +7,18 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fedjax_drift import checks, leaves
+from fedjax_drift import checks, leaves, spec
 from fedjax_drift.data import files
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 from fedjax_drift.leaves import path_of
-from fedjax_drift.model import Model
+from fedjax_drift.model import GivenModel
+from fedjax_drift.spec import Fix, checked
 from fedjax_drift.types import Params
 
 STEM = "conv/kernel"
@@ -44,7 +45,13 @@ PROGRAMS = {  # how the file of another program, which has this suffix, becomes 
     ".orbax": ORBAX,
 }
 
-Names = Mapping[str, Any]
+FilePath = Annotated[str | os.PathLike[str], spec.Spec(checks.path, "path")]
+Data = Annotated[FederatedData, spec.instance(FederatedData), Fix("the data on which the model was trained, or None")]
+Names = Annotated[
+    Mapping[str, Any],
+    spec.instance(Mapping),  # type: ignore[type-abstract]
+    Fix("fd.models.names.GPT2, for example"),
+]
 """Paths of parameters and their names in a file. See `load_params`."""
 
 
@@ -55,7 +62,8 @@ class Source(NamedTuple):
     convert: Callable[..., np.ndarray]  # from their arrays to the parameter
 
 
-def save_params(params: Params, path: str | os.PathLike[str], data: FederatedData | None = None) -> None:
+@checked
+def save_params(params: Params, path: FilePath, data: Data | None = None) -> None:
     """Saves parameters to a file for `load_params`, or for other programs.
 
     The file has one array per leaf. The name of the array is the path of the leaf, such as "classifier/dense/bias". If
@@ -69,16 +77,16 @@ def save_params(params: Params, path: str | os.PathLike[str], data: FederatedDat
     Raises ValueError for parameters that are empty or not numeric, ImportError if the package safetensors is needed and
     not installed, and OSError if the file can't be written.
     """
-    target = checks.path("path", path)
+    target = Path(path)
     named = leaves.arrays(params)
     for leaf in named.values():
         if leaf.dtype.kind == "V" and not _is_safetensors(target.name):
-            raise ConfigurationError(
-                f"params of the dtype {leaf.dtype} must be saved as safetensors, got {target.name}: name it "
-                f"{target.stem}.safetensors"
+            checks.refuse(
+                f"params of the dtype {leaf.dtype} must be saved as safetensors",
+                target.name,
+                f"name it {target.stem}.safetensors",
             )
     if data is not None:
-        checks.instance("data", data, FederatedData, "the data on which the model was trained, or None")
         standard = (0, 1) if data.mean is None else (data.mean, data.std)
         values = (255 if data.has_images else 1, *standard)
         named |= {name: np.asarray(value, np.float32) for name, value in zip(INPUTS, values, strict=True)}
@@ -94,12 +102,13 @@ def save_params(params: Params, path: str | os.PathLike[str], data: FederatedDat
             np.savez(file, **named)  # type: ignore[arg-type]
 
 
-def save(path: str | os.PathLike[str], params: Params, data: FederatedData | None = None) -> None:
+def save(path: FilePath, params: Params, data: Data | None = None) -> None:
     """Saves parameters to an npz or safetensors file. The same as ``save_params(params, path, data)``."""
     save_params(params, path, data)
 
 
-def load(path: str | os.PathLike[str]) -> dict[str, Any]:
+@checked
+def load(path: FilePath) -> dict[str, Any]:
     """Loads an npz or safetensors file as nested dicts of NumPy arrays, without a model.
 
     A name such as "classifier/dense/bias" becomes ``params["classifier"]["dense"]["bias"]``. For the parameters of a
@@ -107,12 +116,12 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises the errors of `load_params` about the file.
     """
-    arrays = _read(checks.path("path", path))
+    arrays = _read(Path(path))
     params: dict[str, Any] = {}
     for name, array in arrays.items():
         *folders, last = name.split("/")
         if any("/".join(folders[:n]) in arrays for n in range(1, len(folders) + 1)):
-            raise ConfigurationError(f"{path}: {name} must not begin with the name of another array")
+            checks.refuse(f"{path}: a name must not begin with the name of another array", name)
         inner = params
         for folder in folders:
             inner = inner.setdefault(folder, {})
@@ -120,8 +129,9 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     return params
 
 
+@checked
 def load_params(
-    model: Model, path: str | os.PathLike[str], names: Names | None = None, fresh: leaves.Selection | None = None
+    model: GivenModel, path: FilePath, names: Names | None = None, fresh: leaves.Selection | None = None
 ) -> Params:
     """Loads the parameters of a model from an npz or safetensors file, such as those of `save_params`.
 
@@ -159,10 +169,7 @@ def load_params(
       ValueError: the file is neither an npz nor a safetensors file, is damaged, lacks parameters (the message lists
         them), or has arrays of other shapes.
     """
-    checks.instance("model", model, Model, "fd.models.lenet5(), for example")
-    path = checks.path("path", path)
-    if fresh is not None:
-        leaves.check("fresh", fresh)
+    path = Path(path)
     arrays = _read(path)
     expected = jax.eval_shape(model.init, jax.random.key(0))
     shapes = {path: leaf.shape for path, leaf in leaves.by_path(expected).items()}
@@ -185,10 +192,11 @@ def load_params(
             "nothing" if shape is None else f"shape {list(shape)}"
             for shape in (_shape(arrays, wrong[0]), shapes.get(wrong[0]))
         )
-        raise ConfigurationError(
-            f"{path} must have the model's parameters, got {held} for {wrong[0]}, which is {wanted_shape} in the model "
-            f"({len(wrong)} arrays don't fit: {checks.listed(wrong)}): use the model whose "
-            "parameters were saved, or select parameters with fresh= to initialise them randomly"
+        checks.refuse(
+            f"{path} must have the model's parameters",
+            f"{held} for {wrong[0]}, which is {wanted_shape} in the model ({len(wrong)} arrays don't fit: "
+            f"{checks.listed(wrong)})",
+            "use the model whose parameters were saved, or select parameters with fresh= to initialise them randomly",
         )
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: leaf if path_of(path) in initialised else np.asarray(arrays[path_of(path)], leaf.dtype),
@@ -207,23 +215,19 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         except ValueError as error:
             program, convert = ORBAX if path.is_dir() else PROGRAMS.get(path.suffix.lower(), ("", ""))
             if program:
-                raise ConfigurationError(
-                    f"path must be an npz or safetensors file, got {path}, which looks like one of {program}: convert "
-                    f"it with {convert.format(path=path, stem=path.stem)}, and pass names= to load_params"
-                ) from error
-            raise ConfigurationError(
-                f"cannot read parameters from {path}: it is no npz ({files.one_line(error.__cause__)}): write it with "
-                "save_params, or if it is a safetensors file, let its name end with .safetensors"
-            ) from error
+                got = f"{path}, which looks like one of {program}"
+                fix = f"convert it with {convert.format(path=path, stem=path.stem)}, and pass names= to load_params"
+            else:
+                got = f"{path}, which is no npz ({files.one_line(error.__cause__)})"
+                fix = "write it with save_params, or if it is a safetensors file, let its name end with .safetensors"
+            checks.refuse("path must be an npz or safetensors file", got, fix, error)
     if arrays.keys() >= set(INPUTS):
         arrays = {name: array for name, array in arrays.items() if name not in INPUTS}
     for name, array in arrays.items():
         if array.dtype.name == "bfloat16":
             arrays[name] = array.astype(np.float32)
         elif array.dtype.kind not in "biuf":
-            raise ConfigurationError(
-                f"{path}: {name} must be real numbers, got {array.dtype}: write it with save_params"
-            )
+            checks.refuse(f"{path}: {name} must be real numbers", array.dtype, "write it with save_params")
     return arrays
 
 
@@ -254,8 +258,8 @@ def _renamed(
         if any(layer is None for layer in layers):
             continue
         if stacked and next_layer is not None:
-            raise ConfigurationError(
-                f"{file} must have as many layers as the model, {depth}, got more for {path}: use a model of its depth"
+            checks.refuse(
+                f"{file} must have as many layers as the model, {depth}", f"more for {path}", "use a model of its depth"
             )
         alike = len({layer.shape for layer in layers}) == 1
         renamed[path] = np.stack(layers) if stacked and alike else layers[0]
@@ -271,21 +275,22 @@ def _converted(path: str, source: Source, layer: int, arrays: dict[str, np.ndarr
     try:
         return np.asarray(source.convert(*inputs))
     except Exception as error:
-        raise ConfigurationError(
-            f"names must have functions that accept the arrays of {file}, got an error for {path} from the shapes "
-            f"{[[*array.shape] for array in inputs]}: {checks.first_line(error)}"
-        ) from error
+        checks.refuse(
+            f"names must have functions that accept the arrays of {file}",
+            f"an error for {path} from the shapes {[[*array.shape] for array in inputs]}",
+            checks.first_line(error),
+            error,
+        )
 
 
 def _checked_names(names: Names) -> dict[str, Source]:
-    checks.instance("names", names, Mapping, "fd.models.names.GPT2, for example")  # type: ignore[type-abstract]
     checked = {}
     for path, source in names.items():
         *patterns, convert = source if isinstance(source, tuple) and source else (source, lambda array: array)
         if not patterns or not all(isinstance(pattern, str) for pattern in patterns) or not callable(convert):
-            raise ConfigurationError(
-                f"each value of names must be a name or a tuple of names and a function, got {checks.shown(source)} "
-                f"for {checks.shown(path)}"
+            checks.refuse(
+                "each value of names must be a name or a tuple of names and a function",
+                f"{checks.shown(source)} for {checks.shown(path)}",
             )
         for pattern in patterns:
             leaves.check(f"names[{path!r}]", pattern)
@@ -298,9 +303,10 @@ def _find(names: Iterable[str], pattern: str, file: Path) -> str:
     compiled = re.compile(rf"(?:.*\.)?(?:{pattern})")
     matches = [name for name in names if compiled.fullmatch(name)]
     if len(matches) > 1:
-        raise ConfigurationError(
-            f"names must find one array each in {file}, got {checks.listed(matches)} for {pattern!r}: write more of "
-            "the name"
+        checks.refuse(
+            f"names must find one array each in {file}",
+            f"{checks.listed(matches)} for {pattern!r}",
+            "write more of the name",
         )
     return matches[0] if matches else ""
 

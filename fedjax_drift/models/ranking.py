@@ -9,18 +9,21 @@ negative example is NaN, they rank the positive example after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, spec
 
 __all__ = ["auc", "hit_rate", "ndcg", "ranks", "scores"]
 
 
 def __dir__() -> list[str]:
     return __all__
+
+
+Group = Annotated[int, spec.integer(2)]
 
 
 def auc(logits: jax.Array, y: jax.Array) -> jax.Array:
@@ -48,7 +51,8 @@ def auc(logits: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(logits).any(), jnp.nan, mean)
 
 
-def ranks(logits: jax.Array, group: int = 100) -> jax.Array:
+@spec.checked
+def ranks(logits: jax.Array, group: Group = 100) -> jax.Array:
     """The rank of the positive example in each block of the test set.
 
     The first example of a block is positive and the others are negative. The best rank is 1. A negative example with
@@ -63,13 +67,14 @@ def ranks(logits: jax.Array, group: int = 100) -> jax.Array:
       int [M / group], in 1..group.
 
     Raises:
-      ValueError: ``group`` is less than 2, or does not divide M.
+      ValueError: ``group`` does not divide M.
     """
-    group, logits = checks.integer("group", group, 2), _flat(logits)
+    logits = _flat(logits)
     if len(logits) % group:
-        raise ConfigurationError(
-            f"group must divide the number of test examples, got {group} for {len(logits)} examples: in each block of "
-            "group examples, the first is positive and the others are negative"
+        checks.refuse(
+            "group must divide the number of test examples",
+            f"{group} for {len(logits)} examples",
+            "in each block of group examples, the first is positive and the others are negative",
         )
     blocks = logits.reshape(-1, group)
     return group - (blocks[:, :1] > blocks[:, 1:]).sum(1)
@@ -92,7 +97,8 @@ def ndcg(logits: jax.Array, k: int, group: int = 100) -> jax.Array:
     return jnp.where(rank <= _checked_rank(k, group), 1 / jnp.log2(rank + 1.0), 0).mean()
 
 
-def scores(group: int = 100, ks: Sequence[int] = (5, 10)) -> Callable[[jax.Array, jax.Array], dict[str, jax.Array]]:
+@spec.checked
+def scores(group: Group = 100, ks: Sequence[int] = (5, 10)) -> Callable[[jax.Array, jax.Array], dict[str, jax.Array]]:
     """Returns a function for ``Model(scores=...)`` that computes "auc", "hr@5", "hr@10", "ndcg@5" and "ndcg@10".
 
     The test set consists of blocks of ``group`` examples. The first example of a block is positive and the others are
@@ -101,13 +107,10 @@ def scores(group: int = 100, ks: Sequence[int] = (5, 10)) -> Callable[[jax.Array
     Args:
       group: number of examples per block, >= 2. Default: 100.
       ks: the values of k for "hr@k" and "ndcg@k", in 1..group. Default: (5, 10).
-
-    Raises:
-      ValueError: ``group`` or a k is out of range.
     """
     if (several := checks.items(ks)) is None:
-        raise ConfigurationError(f"ks must be several integers, got {checks.shown(ks)}: pass (5, 10), for example")
-    ks = tuple(_checked_rank(k, checks.integer("group", group, 2)) for k in several)
+        checks.refuse("ks must be several integers", checks.shown(ks), "pass (5, 10), for example")
+    ks = tuple(_checked_rank(k, group) for k in several)
 
     def all_scores(logits: jax.Array, y: jax.Array) -> dict[str, jax.Array]:
         metrics = {"auc": auc(logits, y)}
@@ -120,8 +123,8 @@ def scores(group: int = 100, ks: Sequence[int] = (5, 10)) -> Callable[[jax.Array
 def _flat(logits: jax.Array) -> jax.Array:
     """The logits [M] or [M, 1] as [M]. Raises ConfigurationError for other shapes."""
     if logits.size != len(logits):
-        raise ConfigurationError(
-            f"a ranking needs one logit per example, got logits {[*logits.shape]}: use a model with one output"
+        checks.refuse(
+            "a ranking needs one logit per example", f"logits {[*logits.shape]}", "use a model with one output"
         )
     return logits.reshape(-1)
 

@@ -8,7 +8,6 @@ import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.data import files
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.leaves import arrays
 from fedjax_drift.pytorch.names import flat
 from fedjax_drift.types import Params
@@ -85,9 +84,11 @@ def _loaded(params: Params, module: Any) -> dict[str, np.ndarray]:
     for name, value in values.items():
         if name not in tensors or tuple(tensors[name].shape) != value.shape:
             has = f"one of shape {[*tensors[name].shape]}" if name in tensors else "none"
-            raise ConfigurationError(
-                f"module must have a parameter {name} of shape {[*value.shape]}, got {has}: pass a module of the class "
-                "that Model.from_torch got, and of a model that trains only a part the parameters of fd.models.merge"
+            checks.refuse(
+                f"module must have a parameter {name} of shape {[*value.shape]}",
+                has,
+                "pass a module of the class that Model.from_torch got, and of a model that trains only a part the "
+                "parameters of fd.models.merge",
             )
     with torch.no_grad():
         for name, value in values.items():

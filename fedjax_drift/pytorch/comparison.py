@@ -256,10 +256,12 @@ def _difference(pair: Pair, program: Callable[..., Results], x: np.ndarray, seed
         module, again = _called(pair, x, project, False, 2)
     except Exception as error:
         name, cause = type(pair.module).__name__, checks.first_line(error)
-        raise ConfigurationError(
-            f"{name} must run on a batch of {len(x)} random examples in {pair.when}, got an error: {cause} (in "
-            f"{line_of(error)}). Pass check=False if such inputs do not occur"
-        ) from error
+        checks.refuse(
+            f"{name} must run on a batch of {len(x)} random examples in {pair.when}",
+            "an error",
+            f"{cause} (in {line_of(error)}). Pass check=False if such inputs do not occur",
+            error,
+        )
     if (size := _relative(again.logits, module.logits)) > VALUES:
         return Difference(TWICE, size, len(x), x)
     wide = functools.cache(lambda: _or_none(lambda: theirs(pair, x, project, True)))

@@ -200,9 +200,10 @@ def _check_lengths(name: str, program: Any, conditions: list[str]) -> None:
         wrong = next((f"a batch of at most {each.upper}" for each in ranges if str(each.upper).isdigit()), None)
     if wrong is not None or str(length).isdigit():
         found = f"code that holds for {re.sub(_SIZE, 'B', wrong)}" if wrong else "a module whose code fixes it"
-        raise ConfigurationError(
-            f"{name} must accept batches of any length B, got {found}: reshape with -1 or x.shape[0], and not with a "
-            "number or len(x), and do the same for every B"
+        checks.refuse(
+            f"{name} must accept batches of any length B",
+            found,
+            "reshape with -1 or x.shape[0], and not with a number or len(x), and do the same for every B",
         )
 
 
@@ -269,14 +270,15 @@ def check_module(module: Any) -> None:
 
     name = type(module).__name__
     if any(map(_is_lazy, (*module.parameters(), *module.buffers()))):
-        raise ConfigurationError(
-            f"the parameters of {name} must have shapes, got a lazy layer without: call the module once on a batch"
+        checks.refuse(
+            f"the parameters of {name} must have shapes", "a lazy layer without", "call the module once on a batch"
         )
     wide = [n for n, each in (*module.named_parameters(), *module.named_buffers()) if each.dtype == torch.float64]
     if wide and not jax.config.read("jax_enable_x64"):
-        raise ConfigurationError(
-            f"the parameters of {name} must be float32 or lower, got float64 in {checks.listed(wide)}: pass "
-            "module.float(), or set jax_enable_x64"
+        checks.refuse(
+            f"the parameters of {name} must be float32 or lower",
+            f"float64 in {checks.listed(wide)}",
+            "pass module.float(), or set jax_enable_x64",
         )
 
 

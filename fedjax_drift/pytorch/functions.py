@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks
 
 PLACEHOLDER, JOIN = "fedjax_drift.placeholder", "fedjax_drift.join"
 
@@ -36,9 +36,7 @@ class Context:
         """The gradients of all outputs are given."""
 
     def mark_dirty(self, *tensors: Any) -> None:
-        raise ConfigurationError(
-            "a torch.autograd.Function must not change its inputs, got mark_dirty: return a new array"
-        )
+        checks.refuse("a torch.autograd.Function must not change its inputs", "mark_dirty", "return a new array")
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import jax
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch.operations.convolutions import conv2d, sizes
 
 NORMS = ("_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training")
@@ -87,7 +86,7 @@ def input_of(graph: Graph, option: str, path: str) -> str:
     outside = (_of_arrays(graph) | {graph.input}) - {node.name for node in inside}
     given = list(dict.fromkeys(name for node in inside for name in used(node) if name in outside))
     if len(given) != 1:
-        raise ConfigurationError(f"{option} must name a submodule that is called once, with one array, got {path!r}")
+        checks.refuse(f"{option} must name a submodule that is called once, with one array", f"{path!r}")
     return given[0]
 
 
@@ -99,16 +98,14 @@ def output_of(graph: Graph, option: str, path: str) -> str:
     arrays = inside.keys() & _of_arrays(graph)
     returned = list(dict.fromkeys(name for name in [*outside, graph.output] if name in arrays))
     if len(returned) != 1:
-        raise ConfigurationError(
-            f"{option} must name a submodule that is called once and returns one array, got {path!r}"
-        )
+        checks.refuse(f"{option} must name a submodule that is called once and returns one array", f"{path!r}")
     return returned[0]
 
 
 def _check_path(graph: Graph, option: str, path: Any, inside: list[Node]) -> None:
     if not inside:
         known = dict.fromkeys(node.layer for node in graph.nodes if node.layer)
-        raise ConfigurationError(f"{option} must be the path of a submodule ({checks.listed(known)}), got {path!r}")
+        checks.refuse(f"{option} must be the path of a submodule ({checks.listed(known)})", f"{path!r}")
 
 
 def needed(graph: Graph, wanted: list[str], given: str) -> list[Node]:

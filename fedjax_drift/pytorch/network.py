@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_drift import axes, batch_norm, checks
-from fedjax_drift.batch_norm import Statistics, collections, whole
+from fedjax_drift.batch_norm import Kept, Statistics, collections, whole
 from fedjax_drift.checks import first_line
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 from fedjax_drift.pytorch import comparison, export, graph, reading
@@ -74,9 +74,10 @@ def translated(module: Any, made: Any, example: jax.ShapeDtypeStruct, channels_l
     export.check_module(made)
     batch = _batch_of_two(example, channels_last)
     if any(getattr(part, "momentum", 0) is None for part in made.modules()):
-        raise ConfigurationError(
-            f"momentum of BatchNorm must be a number, got None, a cumulative average, in {type(made).__name__}: pass "
-            "momentum=0.1, which is PyTorch's default"
+        checks.refuse(
+            "momentum of BatchNorm must be a number",
+            f"None, a cumulative average, in {type(made).__name__}",
+            "pass momentum=0.1, which is PyTorch's default",
         )
     names = _first_names(made)
     training = _renamed(reading.traced(made, batch, True), names)
@@ -84,15 +85,13 @@ def translated(module: Any, made: Any, example: jax.ShapeDtypeStruct, channels_l
     statistics = {*_statistics(evaluation), *training.updates}
     values = {name: reading.array(each) for name, each in made.named_parameters()}
     if not values:
-        raise ConfigurationError(
-            f"{type(made).__name__} must have parameters, got a module without: there is nothing to train"
-        )
+        checks.refuse(f"{type(made).__name__} must have parameters", "a module without", "there is nothing to train")
     values |= {name: reading.array(each) for name, each in made.named_buffers() if name in statistics}
     shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in values.items()}
     trained = tuple(name for name, each in made.named_parameters() if each.requires_grad)
     if not trained:
-        raise ConfigurationError(
-            f"{type(made).__name__} must have parameters with requires_grad=True, got none: only those are trained"
+        checks.refuse(
+            f"{type(made).__name__} must have parameters with requires_grad=True", "none", "only those are trained"
         )
     network = Network(type(made).__name__, training, evaluation, shapes)
     if made is module:
@@ -127,20 +126,18 @@ def made_module(module: Any) -> Any:
         import torch
     except ImportError as error:
         raise MissingPackageError('Model.from_torch needs PyTorch: pip install "fedjax-drift[torch]"') from error
-    kind = "a torch.nn.Module, or a class or a function without arguments that makes one"
+    what = "module must be a torch.nn.Module, or a class or a function without arguments that makes one"
     if isinstance(module, torch.nn.Module):
         return module
     if not callable(module):
-        raise ConfigurationError(f"module must be {kind}, got {checks.shown(module)}")
+        checks.refuse(what, checks.shown(module))
     try:
         with torch.random.fork_rng(devices=[]):
             made = module()
     except Exception as error:
-        raise ConfigurationError(
-            f"module must be {kind}, got an error from it: {first_line(error)}; write lambda: Net(arguments)"
-        ) from error
+        checks.refuse(what, "an error from it", f"{first_line(error)}; write lambda: Net(arguments)", error)
     if not isinstance(made, torch.nn.Module):
-        raise ConfigurationError(f"module must be {kind}, but it returned a {type(made).__name__}")
+        checks.refuse(what, f"one that returns a {type(made).__name__}")
     return made
 
 
@@ -195,13 +192,13 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, each: Graph, head: str | None, extractor: str | None) -> Places:
-        features = None if head is None else graph.input_of(each, "head", checks.text("head", head))
-        outputs = None if extractor is None else graph.output_of(each, "extractor", checks.text("extractor", extractor))
+        features = None if head is None else graph.input_of(each, "head", head)
+        outputs = None if extractor is None else graph.output_of(each, "extractor", extractor)
         return cls(features, outputs)
 
 
 def fields(
-    source: Translated, statistics: str | None, head: str | None, extractor: str | None, channels_last: bool
+    source: Translated, statistics: Kept | None, head: str | None, extractor: str | None, channels_last: bool
 ) -> dict[str, Any]:
     """Returns the fields of a `Model`."""
     network, base, trained, make = source
@@ -307,9 +304,10 @@ def check(made: dict[str, Any], network: Network, example: jax.ShapeDtypeStruct,
         if made["features"]:
             features = made["features"](params, x)
             if features.ndim != 2:
-                raise ConfigurationError(
-                    f"head must be a submodule that gets features [B, F], got {head!r}, which gets an array of shape "
-                    f"[B, {', '.join(map(str, features.shape[1:]))}]: name the last layers only"
+                checks.refuse(
+                    "head must be a submodule that gets features [B, F]",
+                    f"{head!r}, which gets an array of shape [B, {', '.join(map(str, features.shape[1:]))}]",
+                    "name the last layers only",
                 )
             outputs.append(made["head"](params, features))
         return outputs
@@ -319,15 +317,15 @@ def check(made: dict[str, Any], network: Network, example: jax.ShapeDtypeStruct,
     except ConfigurationError:
         raise
     except KeyError as error:
-        raise ConfigurationError(
-            f"head must be the end of the network, which gets nothing but its features, got {head!r}: name the last "
-            "layers only"
-        ) from error
-    except Exception as error:
-        raise ConfigurationError(
-            f"{network.name} must run on a batch of 2 examples, got an error in the translation: {first_line(error)}"
-        ) from error
-    if outputs[0].ndim == 0 or outputs[0].shape[0] != 2:
-        raise ConfigurationError(
-            f"{network.name} must return logits [B, ...], got {[*outputs[0].shape]} for 2 examples"
+        checks.refuse(
+            "head must be the end of the network, which gets nothing but its features",
+            f"{head!r}",
+            "name the last layers only",
+            error,
         )
+    except Exception as error:
+        checks.refuse(
+            f"{network.name} must run on a batch of 2 examples", "an error in the translation", first_line(error), error
+        )
+    if outputs[0].ndim == 0 or outputs[0].shape[0] != 2:
+        checks.refuse(f"{network.name} must return logits [B, ...]", f"{[*outputs[0].shape]} for 2 examples")

@@ -42,9 +42,7 @@ def read(program: Any, name: str, training: bool, state: Iterable[str] = ()) -> 
         returned.setdefault(spec.kind.name, {})[spec.arg.name] = spec.target
     results = list(returned.get("USER_OUTPUT", {}))
     if len(results) != 1:
-        raise ConfigurationError(
-            f"{name} must return one array, the logits, got {len(results)} arrays: return the logits only"
-        )
+        checks.refuse(f"{name} must return one array, the logits", f"{len(results)} arrays", "return the logits only")
     nodes = _nodes(program, name)
     parameters = {each: _own(path) for each, path in given.pop("PARAMETER", {}).items()}
     (input_name,) = given.pop("USER_INPUT")
@@ -64,18 +62,20 @@ def read(program: Any, name: str, training: bool, state: Iterable[str] = ()) -> 
         if not training or updates[path] in of_batch or not value.is_floating_point()
     ]
     if wrong:
-        raise ConfigurationError(
-            f"{name} must not keep what it has seen, got a forward that changes {checks.listed(wrong)}: only BatchNorm "
-            "may, because a compiled round has no hidden state. In training, buffers of floats may change too if their "
-            "new value depends on parameters and buffers alone, as in spectral_norm"
+        checks.refuse(
+            f"{name} must not keep what it has seen",
+            f"a forward that changes {checks.listed(wrong)}",
+            "only BatchNorm may, because a compiled round has no hidden state. In training, buffers of floats may "
+            "change too if their new value depends on parameters and buffers alone, as in spectral_norm",
         )
     changing = [each for each, path in buffers.items() if _own(path) in {*updates, *state}]
     parameters |= {each: _own(buffers.pop(each)) for each in changing}
     written = [_own(path) for path in returned.get("PARAMETER_MUTATION", {}).values()]
     if written:
-        raise ConfigurationError(
-            f"the forward of {name} must not change its parameters, got one that changes {checks.listed(written)}: use "
-            "a changed copy in the forward"
+        checks.refuse(
+            f"the forward of {name} must not change its parameters",
+            f"one that changes {checks.listed(written)}",
+            "use a changed copy in the forward",
         )
     constants = {each: _constant(name, path, values[path]) for each, path in buffers.items()}
     return Graph(input_name, parameters, constants, tuple(nodes), results[0], updates)
@@ -99,9 +99,10 @@ def _nodes(program: Any, name: str) -> list[Node]:
             nodes.append(made)
     if missing:
         where = "; ".join(f"{each} ({line})" if line else each for each, line in missing.items())
-        raise ConfigurationError(
-            f"the operations of {name} must be covered by Model.from_torch, got {where}: replace them by others, or "
-            "write the network with flax"
+        checks.refuse(
+            f"the operations of {name} must be covered by Model.from_torch",
+            where,
+            "replace them by others, or write the network with flax",
         )
     return nodes
 
@@ -113,20 +114,20 @@ def _check_numbers(name: str, node: Any, made: Node, line: str) -> None:
     dtype = str(getattr(node.meta.get("val"), "dtype", ""))
     where = line or made.operation
     if dtype in WIDE:
-        raise ConfigurationError(
-            f"{name} must compute in float32 or lower, got {dtype.removeprefix('torch.')} in {where}: remove .double() "
-            "and dtype=torch.float64, or set jax_enable_x64"
+        checks.refuse(
+            f"{name} must compute in float32 or lower",
+            f"{dtype.removeprefix('torch.')} in {where}",
+            "remove .double() and dtype=torch.float64, or set jax_enable_x64",
         )
     numbers = [each for each in jax.tree.leaves((made.arguments, made.options)) if type(each) is int]
-    if dtype == "torch.int64" and made.operation not in ("slice", "slice_scatter") and any(map(_beyond, numbers)):
-        raise ConfigurationError(
-            f"the integers of {name} must fit in 32 bits, got {max(numbers, key=abs)} in {where}: use smaller ones, or "
-            "set jax_enable_x64"
-        )
+    if dtype == "torch.int64" and made.operation not in ("slice", "slice_scatter"):
+        _check_integers(name, numbers, where)
 
 
-def _beyond(number: int) -> bool:
-    return not -(2**31) <= number < 2**31
+def _check_integers(name: str, numbers: list[int], where: str) -> None:
+    if any(not -(2**31) <= number < 2**31 for number in numbers):
+        got, fix = f"{max(numbers, key=abs)} in {where}", "use smaller ones, or set jax_enable_x64"
+        checks.refuse(f"the integers of {name} must fit in 32 bits", got, fix)
 
 
 def _constant(name: str, path: str, tensor: Any) -> np.ndarray:
@@ -134,12 +135,7 @@ def _constant(name: str, path: str, tensor: Any) -> np.ndarray:
     values = tensor.detach().cpu()
     whole = not values.is_floating_point() and not values.is_complex()
     if whole and values.numel() and not jax.config.read("jax_enable_x64"):
-        extremes = [int(values.min()), int(values.max())]
-        if any(map(_beyond, extremes)):
-            raise ConfigurationError(
-                f"the integers of {name} must fit in 32 bits, got {max(extremes, key=abs)} in {_own(path)}: use "
-                "smaller ones, or set jax_enable_x64"
-            )
+        _check_integers(name, [int(values.min()), int(values.max())], _own(path))
     return array(tensor)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks
 
 Array = jax.Array
 
@@ -30,9 +30,10 @@ def embedding(
 
 def _check_frequencies(scale_grad_by_freq: bool) -> None:
     if scale_grad_by_freq:
-        raise ConfigurationError(
-            "scale_grad_by_freq of an embedding must be False, got True: leave it out, because the padding of a batch "
-            "would count, too"
+        checks.refuse(
+            "scale_grad_by_freq of an embedding must be False",
+            "True",
+            "leave it out, because the padding of a batch would count, too",
         )
 
 

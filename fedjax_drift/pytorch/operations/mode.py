@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks
 from fedjax_drift.pytorch.operations.images import on_grid
 
 Array = jax.Array
@@ -28,9 +28,10 @@ class Mode(NamedTuple):
 
     def random(self, what: str) -> Array:
         if self.key is None:
-            raise ConfigurationError(
-                f"the network must draw no random numbers in evaluation, got {what} there: use dropout layers, or a "
-                "test of self.training"
+            checks.refuse(
+                "the network must draw no random numbers in evaluation",
+                f"{what} there",
+                "use dropout layers, or a test of self.training",
             )
         return self.key
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from fedjax_drift import checks
 from fedjax_drift.batch_norm import rows
 from fedjax_drift.convolution.groups import normalized
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch.operations.images import Images, on_grid, plain
 from fedjax_drift.pytorch.operations.mode import Mode
 
@@ -153,8 +153,8 @@ def instance_norm(
     cudnn_enabled: bool,
 ) -> Any:
     if mean is not None or not use_input_stats:
-        raise ConfigurationError(
-            "InstanceNorm must have no running statistics, got track_running_stats=True: pass False, or use BatchNorm"
+        checks.refuse(
+            "InstanceNorm must have no running statistics", "track_running_stats=True", "pass False, or use BatchNorm"
         )
     return group_norm(x, x.shape[1], weight, bias, eps)
 

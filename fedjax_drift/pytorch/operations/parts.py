@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks
 from fedjax_drift.pytorch.operations.dtypes import is_float, promoted
 from fedjax_drift.pytorch.operations.reductions import total
 
@@ -143,8 +143,8 @@ def scatter_reduce(x: Array, dim: int, indices: Array, values: Any, reduce: str,
         return sums / counts if is_float(x) else jnp.floor_divide(sums, counts)
     if reduce in ("amax", "amin"):
         return _extremes(x, places, values, reduce, include_self)
-    raise ConfigurationError(
-        f"the reduction of a scatter must be sum, mean, amax or amin, got {reduce!r}: use exp, sum and log for products"
+    checks.refuse(
+        "the reduction of a scatter must be sum, mean, amax or amin", f"{reduce!r}", "use exp, sum and log for products"
     )
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks
 from fedjax_drift.pytorch.operations.dtypes import promoted, result_type
 from fedjax_drift.pytorch.operations.elementwise import absolute
 from fedjax_drift.pytorch.operations.reductions import axes_of, norm
@@ -96,7 +96,7 @@ def matrix_norm(
     if order == "fro":
         return norm(x, 2, dim, keepdim, dtype)
     if order not in (1, -1, math.inf, -math.inf):
-        raise ConfigurationError(f"the norm of a matrix must be 'fro', 1, -1, inf or -inf, got {order!r}: use 'fro'")
+        checks.refuse("the norm of a matrix must be 'fro', 1, -1, inf or -inf", f"{order!r}", "use 'fro'")
     rows, columns = dim if abs(order) == 1 else dim[::-1]
     sums = norm(x, 1, rows, True, dtype)
     result = norm(sums, math.copysign(math.inf, order), columns, True)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks
 from fedjax_drift.pytorch.operations.images import Images
 
 Array = jax.Array
@@ -113,9 +113,9 @@ def affine_grid(theta: Array, size: Sequence[int], align_corners: bool) -> Array
 def grid_sample(x: Array, grid: Array, interpolation: int, padding: int, align_corners: bool) -> Array:
     """Images [B, C, H, W] at the points [B, h, w, 2] between -1 and 1."""
     if x.ndim != 4 or interpolation > 1:
-        raise ConfigurationError(
-            f'grid_sample must have images [B, C, H, W] and mode "bilinear" or "nearest", got an array of shape '
-            f"{[*x.shape]} and {('bilinear', 'nearest', 'bicubic')[interpolation]!r}"
+        checks.refuse(
+            'grid_sample must have images [B, C, H, W] and mode "bilinear" or "nearest"',
+            f"an array of shape {[*x.shape]} and {('bilinear', 'nearest', 'bicubic')[interpolation]!r}",
         )
     H, W = x.shape[2:]
     column, row = (_position(grid[..., i], n, padding, align_corners) for i, n in enumerate((W, H)))

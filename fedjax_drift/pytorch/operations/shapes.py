@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks
 from fedjax_drift.pytorch.operations.dtypes import result_type
 from fedjax_drift.pytorch.operations.elementwise import cast
 
@@ -26,7 +26,7 @@ def reshape(x: Array, shape: Sequence[int]) -> Array:
 def view(x: Array, shape: Any) -> Array:
     """view(dtype) reads the bits as other numbers."""
     if not isinstance(shape, list | tuple):
-        raise ConfigurationError(f"view must get a shape, got {shape}: use x.to(dtype)")
+        checks.refuse("view must get a shape", shape, "use x.to(dtype)")
     return reshape(x, shape)
 
 
@@ -76,7 +76,7 @@ def repeat(x: Array, repeats: Sequence[int]) -> Array:
 
 def repeat_interleave(x: Array, repeats: int, dim: int | None = None, output_size: int | None = None) -> Array:
     if not isinstance(repeats, int) and output_size is None:
-        raise ConfigurationError("repeat_interleave must get output_size=, got repeats of an array: pass their sum")
+        checks.refuse("repeat_interleave must get output_size=", "repeats of an array", "pass their sum")
     return jnp.repeat(x, repeats, dim, total_repeat_length=None if isinstance(repeats, int) else output_size)
 
 
