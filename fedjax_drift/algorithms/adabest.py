@@ -50,9 +50,6 @@ def adabest(mu: NonNegative = 0.02, beta: Mix = 0.98) -> Algorithm:
         code has 0.02, in its last release 0.1.
       beta: factor of the extrapolation of the cohorts' means, in [0, 1]. The authors tune it for each participation
         rate. Their code has 0.98, in its last release 0.85.
-
-    Raises:
-      ValueError: a value is out of range.
     """
 
     def init_server(params: Params) -> Server:

@@ -32,7 +32,6 @@ import numpy as np
 
 from fedjax_drift import checks, spec, tree
 from fedjax_drift.algorithms.fedavg import weight
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import over_examples, train
 from fedjax_drift.spec import Count, Fix, NonNegative
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Metrics, Needs, Params, PyTree, Round, Work, algorithm
@@ -84,13 +83,13 @@ def agnostic(
         not domains.
 
     Raises:
-      ValueError: a value is out of range, or there are more classes than domains. A `Simulation` refuses asynchronous
-        rounds with clients of several versions.
+      ValueError: there are more classes than domains. A `Simulation` refuses asynchronous rounds with clients of
+        several versions.
     """
     D = domains
     first_weights = per_domain("lambda0", lambda0, D, 1 / D)
     if abs(sum(first_weights) - 1) > 1e-6:
-        raise ConfigurationError(f"lambda0 must have the sum 1, got {sum(first_weights)}: divide it by its sum")
+        checks.refuse("lambda0 must have the sum 1", sum(first_weights), "divide it by its sum")
     first_counts = per_domain("counts0", counts0, D, 1.0)
 
     def init_server(params: Params) -> Server:
@@ -105,9 +104,10 @@ def agnostic(
             """[B, D]: 1 for the domain of an example. Padding belongs to none."""
             which = batch.y if domain is None else domain(batch.x, batch.y)
             if which.shape != batch.mask.shape or not jnp.issubdtype(which.dtype, jnp.integer):
-                raise ConfigurationError(
-                    f"domain must return an integer for each of the {len(batch.mask)} examples of a batch, got "
-                    f"{which.dtype}{[*which.shape]}: pass a function (x [B, ...], y [B, ...]) -> int [B]"
+                checks.refuse(
+                    f"domain must return an integer for each of the {len(batch.mask)} examples of a batch",
+                    f"{which.dtype}{[*which.shape]}",
+                    "pass a function (x [B, ...], y [B, ...]) -> int [B]",
                 )
             return jax.nn.one_hot(which, D, dtype=a.dtype) * batch.mask[:, None]
 
@@ -115,9 +115,10 @@ def agnostic(
             model = work.model.with_mask(batch.mask)
             logits = model.apply(w, batch.x)
             if domain is None and logits.shape[-1] > D:
-                raise ConfigurationError(
-                    f"domains must be at least the number of classes, {logits.shape[-1]}, if the label is the domain, "
-                    f"got {D}: pass domains={logits.shape[-1]}, or domain="
+                checks.refuse(
+                    f"domains must be at least the number of classes, {logits.shape[-1]}, if the label is the domain",
+                    D,
+                    f"pass domains={logits.shape[-1]}, or domain=",
                 )
             each = members(batch)
             return jnp.where(batch.mask, model.loss(logits, batch.y), 0) @ each, each.sum(0)
@@ -174,5 +175,5 @@ def per_domain(name: str, values: Any, D: int, default: float) -> tuple[float, .
         return (default,) * D
     array = checks.array(name, values)
     if array.shape != (D,) or array.dtype.kind not in "fiu" or not (np.isfinite(array).all() and (array >= 0).all()):
-        raise ConfigurationError(f"{name} must be {D} finite numbers >= 0, one per domain, got {checks.shown(values)}")
+        checks.refuse(f"{name} must be {D} finite numbers >= 0, one per domain", checks.shown(values))
     return tuple(array.astype(float).tolist())

@@ -59,7 +59,7 @@ def apfl(
       weighting: the weight of a client in the mean: "uniform" (1, default) or "examples" (n_i).
 
     Raises:
-      ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
+      ValueError: local training uses momentum or another optimizer.
     """
 
     def init_client(params: Params) -> Client:

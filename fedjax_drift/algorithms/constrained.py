@@ -23,9 +23,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import tree
+from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
 from fedjax_drift.model import Model
 from fedjax_drift.spec import NonNegative
@@ -51,7 +50,7 @@ def constrained(
         ``Model.features`` and ``Model.extractor``. `fd.models.simple_cnn` has both.
 
     Raises:
-      ValueError: a value is out of range, or the model does not have the part.
+      ValueError: the model does not have the part.
     """
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
@@ -104,5 +103,5 @@ def parameters(model: Model, params: Params, x: jax.Array) -> dict[str, PyTree]:
         parts[name] = jax.tree.unflatten(structure, [new and not old for new, old in zip(used, known, strict=True)])
         known = [new or old for new, old in zip(used, known, strict=True)]
         if not any(jax.tree.leaves(parts[name])):
-            raise ConfigurationError(f"the model's {name} has no parameters of its own: choose another part")
+            checks.refuse(f"the model's {name} must have parameters of its own", "none", "choose another part")
     return parts

@@ -44,9 +44,6 @@ def ditto(
         steps are stable only if eta_t (lam + curvature) < 2.
       personal_epochs: epochs of (2), >= 1. The default None is the number of epochs of the local training.
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
-
-    Raises:
-      ValueError: a value is out of range, or the weighting is unknown.
     """
     base, requires = fedavg(weighting=weighting), Needs(one_model=True, epochs=int(personal_epochs is not None))
 

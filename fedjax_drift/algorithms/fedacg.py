@@ -39,9 +39,6 @@ def fedacg(beta: NonNegative = 2e-3, lam: Fraction = 0.85) -> Algorithm:
     Args:
       beta: strength of the proximal term, >= 0.
       lam: momentum, in [0, 1). 0 gives FedProx with uniform weights.
-
-    Raises:
-      ValueError: a value is out of range.
     """
 
     def init_server(params: Params) -> Server:

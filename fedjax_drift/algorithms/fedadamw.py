@@ -67,7 +67,7 @@ def fedadamw(
         upload).
 
     Raises:
-      ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
+      ValueError: local training uses momentum or another optimizer.
     """
 
     def block_means(v: Params) -> Params:

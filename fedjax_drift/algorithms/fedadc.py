@@ -62,8 +62,8 @@ def fedadc(
         paper. 0 gives SlowMo.
 
     Raises:
-      ValueError: a value is out of range, or local training uses momentum or another optimizer. A `Simulation` refuses
-        asynchronous rounds with clients of several versions.
+      ValueError: local training uses momentum or another optimizer. A `Simulation` refuses asynchronous rounds with
+        clients of several versions.
     """
     gamma_beta = 1.0 if gamma is None else gamma * beta
 

@@ -33,9 +33,6 @@ def fedavg(server_lr: Positive = 1.0, weighting: Weighting = "examples") -> Algo
     Args:
       server_lr: factor of the mean update, > 0. With the default 1, the new model is the mean of the local models.
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
-
-    Raises:
-      ValueError: server_lr is not positive, or the weighting is unknown.
     """
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

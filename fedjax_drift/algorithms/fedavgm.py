@@ -40,9 +40,6 @@ def fedavgm(
       damped: if True, (1') replaces (1): the mean update is multiplied by 1 - beta. Momentum then does not change the
         length of a constant update. Default False.
       weighting: as in `fedavg`.
-
-    Raises:
-      ValueError: beta is outside [0, 1), server_lr is not positive, or the weighting is unknown.
     """
     gain = 1 - beta if damped else 1.0
 

@@ -44,7 +44,7 @@ def fedcm(alpha: Share = 0.1, server_lr: Positive = 1.0, steps: Literal["cohort"
         client, which doubles the upload).
 
     Raises:
-      ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
+      ValueError: local training uses momentum or another optimizer.
     """
     return with_client_momentum(alpha, server_lr, steps, lambda work: work.loss)._replace(name="fedcm")
 

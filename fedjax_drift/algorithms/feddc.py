@@ -85,9 +85,6 @@ def feddc(
       aggregation: the mean in (7). "code" (default) is (7) above. "cohort" is sum_S n_i (theta_i + h_i) / sum_S n_i.
         "paper" is the same mean over all N clients, each with the theta_i + h_i of its last participation, or the
         initial model before its first.
-
-    Raises:
-      ValueError: alpha is not positive, or an option is unknown.
     """
 
     def init_server(params: Params) -> Server:

@@ -44,7 +44,7 @@ def feddecorr(
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
     Raises:
-      ValueError: beta is negative, an option is unknown, or the model has no features.
+      ValueError: the model has no features.
     """
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

@@ -58,9 +58,6 @@ def feddyn(alpha: Positive, scale_by_size: Flag = False, weighting: Weighting = 
       scale_by_size: if True, client i uses alpha / q_i.
       weighting: the weight of a client in the mean of (4): "uniform" (1, default) or "examples" (n_i, which doubles the
         upload). In (3), every client counts the same. `fd.aggregation.private` needs "uniform".
-
-    Raises:
-      ValueError: alpha is not positive, or the weighting is unknown.
     """
 
     def init_server(params: Params) -> Server:

@@ -71,9 +71,6 @@ def fedeve(
       period_variance: sQ2 as in the "paper" (default), equation (16), or in the "code": ||Delta||^2 / (|S| d).
       centre: sR2 is the spread around the mean with weights n_i ("weighted", default) or around the unweighted mean
         ("uniform", as in the authors' code).
-
-    Raises:
-      ValueError: server_lr is not positive, or an option is unknown.
     """
 
     def predict(server: Server) -> Params:

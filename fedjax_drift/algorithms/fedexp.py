@@ -44,9 +44,6 @@ def fedexp(eps: Positive = 1e-3, weighting: Weighting = "uniform") -> Algorithm:
       eps: > 0, in the units of ||D_i||^2. A large value gives FedAvg. The authors use 1e-3 for a local learning rate of
         0.01, and 0.1 for EMNIST with 0.1.
       weighting: the weight of a client in both means: "uniform" (1, default) or "examples" (n_i).
-
-    Raises:
-      ValueError: eps is not positive, or the weighting is unknown.
     """
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

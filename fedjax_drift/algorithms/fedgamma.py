@@ -34,9 +34,6 @@ def fedgamma(rho: NonNegative = 0.1, server_lr: Positive = 1.0) -> Algorithm:
     Args:
       rho: the distance at which the second gradient is computed, >= 0. 0 gives SCAFFOLD. The authors use 0.01 to 0.1.
       server_lr: learning rate of the server, > 0.
-
-    Raises:
-      ValueError: a value is out of range.
     """
 
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:

@@ -55,9 +55,6 @@ def fedgm(
         model to which training without momentum converges, and g the fraction of the distance to w* that one round
         covers. The model converges to -(g / (1 - g)) w*, which is close to zero if g is small. Default: (10) as in the
         docstring of this file.
-
-    Raises:
-      ValueError: a value is out of range, or an option is unknown.
     """
 
     def init_server(params: Params) -> Server:

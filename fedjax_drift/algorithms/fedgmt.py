@@ -59,7 +59,7 @@ def fedgmt(
       weighting: the weight of theta_i in (3): "uniform" (1, default) or "examples" (n_i). Every h_i counts the same.
 
     Raises:
-      ValueError: a value is out of range, an option is unknown, or the model does not use the default loss.
+      ValueError: the model does not use the default loss.
     """
     of_all, once = aggregation == "all", weighting == "uniform"
 

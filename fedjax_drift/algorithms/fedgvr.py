@@ -77,8 +77,7 @@ def fedgvr(
         after the first h rounds.
 
     Raises:
-      ValueError: a value is out of range, a name in ``literal`` is unknown, or there is no test set. `round_fn` raises
-        it if the evaluation is not finite.
+      ValueError: there is no test set. `round_fn` raises it if the evaluation is not finite.
     """
     percent = 1.0 if "accuracy" in literal else 100.0
 

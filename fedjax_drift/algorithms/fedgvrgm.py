@@ -26,10 +26,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 
-from fedjax_drift import spec, tree
+from fedjax_drift import checks, spec, tree
 from fedjax_drift.algorithms.fedgm import Scale, fedgm
 from fedjax_drift.algorithms.fedgvr import LITERAL, fedgvr
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.spec import Count, Flag, Fraction, NonNegative, Positive
 from fedjax_drift.types import Algorithm, Params, PyTree, Round, algorithm
 
@@ -66,15 +65,12 @@ def fedgvrgm(
         1 - beta of mc.
 
     Raises:
-      ValueError: a value is out of range, an option is unknown, or there is no test set. `round_fn` raises it if the
-        evaluation is not finite.
+      ValueError: there is no test set. `round_fn` raises it if the evaluation is not finite.
     """
     gvr = fedgvr(mu, window, server_lr, recursion, [name for name in literal if name in LITERAL])
     gm = fedgm(mu, beta, server_lr, scale, "momentum" in literal)
     if "variate_momentum" in literal and not variate_momentum:
-        raise ConfigurationError(
-            'variate_momentum must be True for literal="variate_momentum", got False: leave out one of them'
-        )
+        checks.refuse('variate_momentum must be True for literal="variate_momentum"', "False", "leave out one of them")
     gain = 1.0 if "variate_momentum" in literal else 1 - beta
 
     def init_server(params: Params) -> Server:

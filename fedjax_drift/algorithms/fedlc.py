@@ -48,7 +48,7 @@ def fedlc(
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
     Raises:
-      ValueError: tau is negative, an option is unknown, or the model does not use the default loss.
+      ValueError: the model does not use the default loss.
     """
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

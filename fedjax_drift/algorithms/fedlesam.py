@@ -71,9 +71,6 @@ def fedlesam(
         model of the last round).
       correction: the base algorithm: "none" (FedAvg with uniform weights, default), "scaffold" or "feddyn".
       feddyn_alpha: alpha of FedDyn, > 0.
-
-    Raises:
-      ValueError: a value is out of range, or an option is unknown.
     """
     base = {"none": fedavg(weighting="uniform"), "scaffold": scaffold(), "feddyn": feddyn(feddyn_alpha)}[correction]
 

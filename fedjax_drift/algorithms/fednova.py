@@ -43,7 +43,7 @@ def fednova(mu: NonNegative = 0.0, server_lr: Positive = 1.0) -> Algorithm:
       server_lr: factor of the update, > 0.
 
     Raises:
-      ValueError: a value is out of range, or local training has an optimizer for which a_i is unknown.
+      ValueError: local training has an optimizer for which a_i is unknown.
     """
     proximal = checks.used(mu)
 

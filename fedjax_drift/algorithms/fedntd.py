@@ -39,7 +39,7 @@ def fedntd(beta: NonNegative = 1.0, temperature: Positive = 1.0, weighting: Weig
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
     Raises:
-      ValueError: a value is out of range, or the model does not use the default loss.
+      ValueError: the model does not use the default loss.
     """
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

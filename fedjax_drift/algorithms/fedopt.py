@@ -52,9 +52,6 @@ def fedadam(
       tau: adaptivity, > 0. Updates much smaller than tau are not scaled up.
       weighting: as in `fedavg`.
       v_0: initial second moment, >= 0. The default None is tau^2. The library of FedEve's authors uses 0.
-
-    Raises:
-      ValueError: a value is out of range, or the weighting is unknown.
     """
     return _fedopt("fedadam", lambda v, D: b2 * v + (1 - b2) * D**2, server_lr, b1, tau, weighting, v_0)  # (4)
 

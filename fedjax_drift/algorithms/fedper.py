@@ -43,7 +43,7 @@ def fedper(
       new_clients: as in `partly_shared`.
 
     Raises:
-      ValueError: no leaf is personal, or an option is unknown.
+      ValueError: no leaf is personal.
     """
     return partly_shared(fedavg(weighting=weighting), personal, new_clients=new_clients)._replace(name="fedper")
 
@@ -62,7 +62,7 @@ def fedrep(
       base_epochs: epochs that train the other layers, in 1..E - 1. So E must be at least 2.
 
     Raises:
-      ValueError: no leaf is personal, base_epochs is out of range, or an option is unknown.
+      ValueError: no leaf is personal.
     """
     base = fedavg(weighting=weighting)
     return partly_shared(base, personal, "alternate", base_epochs, new_clients)._replace(name="fedrep")

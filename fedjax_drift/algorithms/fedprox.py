@@ -31,9 +31,6 @@ def fedprox(mu: NonNegative, server_lr: Positive = 1.0, weighting: Weighting = "
     Args:
       mu: strength of the proximal term, >= 0. 0 gives FedAvg. The papers use 1e-4 (FedDC) to 1 (FedEve).
       server_lr, weighting: as in `fedavg`.
-
-    Raises:
-      ValueError: mu is negative, server_lr is not positive, or the weighting is unknown.
     """
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

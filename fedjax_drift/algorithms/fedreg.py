@@ -29,9 +29,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from fedjax_drift import tree
+from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.fedavg import fedavg, weight
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import train
 from fedjax_drift.spec import Count, Fraction, Positive, Share
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
@@ -63,8 +62,7 @@ def fedreg(
       pseudo_data: "ascent" (default), or "descent" as in the authors' first code.
 
     Raises:
-      ValueError: a value is out of range, the model does not use the default loss, or the inputs are not
-        floating-point numbers (tokens).
+      ValueError: the model does not use the default loss, or the inputs are not floating-point numbers (tokens).
     """
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
@@ -90,9 +88,10 @@ def fedreg(
         def pseudo_batch(k: jax.Array) -> tuple:
             x, y, mask = first_pass(k)
             if not jnp.issubdtype(x.dtype, jnp.floating):
-                raise ConfigurationError(
-                    f"the inputs must be floating-point for fedreg, got {x.dtype}: use a different algorithm, because "
-                    "fedreg computes gradients with respect to the inputs"
+                checks.refuse(
+                    "the inputs must be floating-point for fedreg",
+                    x.dtype,
+                    "use a different algorithm, because fedreg computes gradients with respect to the inputs",
                 )
             apply = work.model.with_mask(mask).apply
             C = jax.eval_shape(apply, w, x).shape[-1]

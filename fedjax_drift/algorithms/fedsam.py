@@ -38,9 +38,6 @@ def fedsam(rho: NonNegative = 0.1, server_lr: Positive = 1.0, weighting: Weighti
       rho: the distance at which the second gradient is computed, >= 0. 0 gives FedAvg.
       server_lr: factor of the mean update, > 0.
       weighting: the weight of a client in the mean: "uniform" (1, default) or "examples" (n_i).
-
-    Raises:
-      ValueError: a value is out of range, or the weighting is unknown.
     """
     base = fedavg(server_lr, weighting)
 
@@ -62,7 +59,7 @@ def mofedsam(
       alpha, server_lr, steps: as in `fedcm`. alpha = 1 gives FedSAM.
 
     Raises:
-      ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
+      ValueError: local training uses momentum or another optimizer.
     """
     return with_client_momentum(alpha, server_lr, steps, lambda work: perturbed(work, rho))._replace(name="mofedsam")
 

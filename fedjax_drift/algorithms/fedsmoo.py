@@ -60,7 +60,7 @@ def fedsmoo(
       upload: the quantity in (6): "mu_minus_s" (default) or "mu".
 
     Raises:
-      ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
+      ValueError: local training uses momentum or another optimizer.
     """
 
     def init_server(params: Params) -> Server:

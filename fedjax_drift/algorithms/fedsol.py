@@ -50,7 +50,7 @@ def fedsol(
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
     Raises:
-      ValueError: a value is out of range, the weighting is unknown, or the model does not use the default loss.
+      ValueError: the model does not use the default loss.
     """
     base = fedavg(weighting=weighting)
 

@@ -57,7 +57,7 @@ def fedspeed(
       aggregation: "all" (default) uses the h_i of all clients, "cohort" those of the cohort.
 
     Raises:
-      ValueError: a value is out of range, the option is unknown, or local training uses momentum or another optimizer.
+      ValueError: local training uses momentum or another optimizer.
     """
 
     def init_server(params: Params) -> Server:

@@ -53,7 +53,7 @@ def fedswa(rho: Mix = 0.1, alpha: Positive = 1.5) -> Algorithm:
       alpha: factor of the mean update, > 0. With rho = 1 as well, 1 gives FedAvg with uniform weights.
 
     Raises:
-      ValueError: a value is out of range, or local training uses momentum or another optimizer.
+      ValueError: local training uses momentum or another optimizer.
     """
     base = fedavg(alpha, "uniform")  # (5)
 
@@ -74,8 +74,8 @@ def fedmoswa(rho: Mix = 0.1, alpha: Positive = 1.5, gamma: Share = 0.2) -> Algor
       gamma: the weight of the cohort in the momentum, in (0, 1].
 
     Raises:
-      ValueError: a value is out of range, or local training uses momentum or another optimizer. A `Simulation` refuses
-        asynchronous rounds with clients of several versions.
+      ValueError: local training uses momentum or another optimizer. A `Simulation` refuses asynchronous rounds with
+        clients of several versions.
     """
 
     def init_server(params: Params) -> Server:

@@ -58,9 +58,6 @@ def ghbm(
       beta: the coefficient of the momentum, >= 0. 0 gives FedAvg.
       nesterov: whether gradients are computed after the step of the momentum.
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
-
-    Raises:
-      ValueError: a value is out of range, or the weighting is unknown.
     """
     base = fedavg(weighting=weighting)
 
@@ -97,9 +94,6 @@ def localghbm(
       tau: the constant by which the difference of models is divided, > 0, such as N / |S|. The default None is tau_i,
         the number of rounds since the client's last participation.
       beta, nesterov, weighting: as in `ghbm`.
-
-    Raises:
-      ValueError: a value is out of range, or the weighting is unknown.
     """
 
     def init_client(params: Params) -> Client:
@@ -125,9 +119,6 @@ def fedhbm(tau: Positive = 10.0, beta: NonNegative = 1.0, weighting: Weighting =
       tau: the constant by which the difference of models is divided, > 0, such as N / |S|. With all clients in every
         round, tau = 1 and beta = 1 diverge.
       beta, weighting: as in `ghbm`.
-
-    Raises:
-      ValueError: a value is out of range, or the weighting is unknown.
     """
 
     def client_update(server: Any, client: Model, work: Work) -> ClientResult:

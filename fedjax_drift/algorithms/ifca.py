@@ -75,8 +75,8 @@ def ifca(models: Models = 2, weighting: Weighting = "uniform", server_lr: Positi
       server_lr: factor of the mean updates, > 0.
 
     Raises:
-      ValueError: a value is out of range, the weighting is unknown, or a model does not have the structure and the
-        shapes of the parameters. A `Simulation` refuses running statistics that clients update.
+      ValueError: a model does not have the structure and the shapes of the parameters. A `Simulation` refuses running
+        statistics that clients update.
     """
     k = len(models) if isinstance(models, Sequence) else models
 

@@ -59,7 +59,7 @@ def lfd(
         Then `label_temperature` and `first` have no effect. Default True.
 
     Raises:
-      ValueError: a value is out of range, or the model does not return cosines or does not use the default loss.
+      ValueError: the model does not return cosines or does not use the default loss.
     """
 
     def client_update(server: Server, client: Any, work: Work) -> ClientResult:

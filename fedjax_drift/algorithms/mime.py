@@ -49,8 +49,8 @@ def mime(
       weighting: the weight of a client in both means: "uniform" (1, default) or "examples" (n_i).
 
     Raises:
-      ValueError: a value is out of range, the weighting is unknown, or local training uses momentum or another
-        optimizer. A `Simulation` refuses asynchronous rounds and private means.
+      ValueError: local training uses momentum or another optimizer. A `Simulation` refuses asynchronous rounds and
+        private means.
     """
 
     def survey(server: Server, client: PyTree, work: Work) -> ClientResult:
@@ -89,8 +89,7 @@ def mimelite(
       server_lr, damped, weighting: as in `mime`.
 
     Raises:
-      ValueError: a value is out of range, the weighting is unknown, or local training uses momentum or another
-        optimizer.
+      ValueError: local training uses momentum or another optimizer.
     """
 
     def init_server(params: Params) -> Server:

@@ -58,7 +58,7 @@ def moon(
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
     Raises:
-      ValueError: a value is out of range, an option is unknown, or the model has no features.
+      ValueError: the model has no features.
     """
 
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:

@@ -50,9 +50,6 @@ def perfedavg(
       delta: distance of the difference in (3), > 0. None: the exact product, which also costs two gradients.
       batches: "independent" (default) or "same".
       weighting: the weight of a client in the mean: "uniform" (1, default) or "examples" (n_i).
-
-    Raises:
-      ValueError: a value is out of range, or an option is unknown.
     """
     base, parts = fedavg(weighting=weighting), 3 if batches == "independent" else 1
 

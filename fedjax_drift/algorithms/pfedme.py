@@ -62,7 +62,7 @@ def pfedme(
       weighting: the weight of a client in the mean: "uniform" (1, default) or "examples" (n_i).
 
     Raises:
-      ValueError: a value is out of range, an option is unknown, or local training uses momentum or another optimizer.
+      ValueError: local training uses momentum or another optimizer.
     """
     base = fedavg(beta, weighting)  # (3)
 

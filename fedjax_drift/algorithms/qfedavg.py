@@ -47,7 +47,7 @@ def qfedavg(
       lipschitz: L > 0, an estimate of the smoothness of the losses. None: 1 / eta_t.
 
     Raises:
-      ValueError: a value is out of range. A `Simulation` refuses asynchronous rounds with clients of several versions.
+      ValueError: asynchronous rounds have clients of several versions.
     """
 
     def init_server(params: Params) -> Server:

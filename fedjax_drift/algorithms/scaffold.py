@@ -72,9 +72,6 @@ def scaffold(
       variate_steps: the number of steps in (3): "own" (K_i, default) or "mean" (Kbar). No effect with option I.
       weighting: the weight of a client in (4): "uniform" (1, default) or "examples" (n_i). In (5), every client counts
         the same, so c stays the mean of c_i. `fd.aggregation.private` needs "uniform".
-
-    Raises:
-      ValueError: server_lr is not positive, or an option is unknown.
     """
 
     def init_server(params: Params) -> Server:

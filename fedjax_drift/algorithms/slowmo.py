@@ -37,9 +37,6 @@ def slowmo(beta: Fraction, alpha: Positive = 1.0) -> Algorithm:
       beta: momentum, in [0, 1). 0 gives FedAvg with uniform weights, if alpha = 1. The FedADC paper tunes it in 0.6 to
         0.9.
       alpha: the slow learning rate, > 0. A constant update is multiplied by alpha / (1 - beta).
-
-    Raises:
-      ValueError: beta is outside [0, 1), or alpha is not positive.
     """
 
     def init_server(params: Params) -> Server:

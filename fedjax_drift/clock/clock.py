@@ -83,9 +83,6 @@ def asynchronous(
       mixes: "updates" (default): the message of a client is the difference from the model with which it started.
         "models": it is the difference from the present model, so that the server mixes models as FedAsync does:
         w <- (1 - alpha s) w + alpha s theta_i. The message of the algorithm must be shaped like the model.
-
-    Raises:
-      ValueError: an argument is out of range.
     """
     a, b = hinge
     discounts: dict[str, Callable[[Any], Any]] = {

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import numpy as np
 
 from fedjax_drift import checks, reprs, spec
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.spec import NonNegative, checked
 
 
@@ -44,8 +43,6 @@ class Devices:
     z_i ~ N(0, 1) is sampled once for each client, from the state's key. The bytes are those of ``info`` in
     `Simulation.round_fn`.
 
-    Raises ValueError for values out of range.
-
     Attributes:
       speed_spread: >= 0, the standard deviation of the logarithm of the clients' speeds. Default: 0.
       up, down: > 0, bytes per second, a number or an array [N]. Default: infinity, so that messages take no time.
@@ -65,6 +62,4 @@ class Devices:
         for name in ("up", "down", "seconds_per_step"):
             value = getattr(self, name)
             if isinstance(value, np.ndarray) and value.shape != (N,):
-                raise ConfigurationError(
-                    f"{name} must be a number, or have a value for each of the {N} clients, got {[*value.shape]}"
-                )
+                checks.refuse(f"{name} must be a number, or have a value for each of the {N} clients", [*value.shape])

@@ -29,7 +29,6 @@ from jax import lax
 
 from fedjax_drift import checks, spec, tree
 from fedjax_drift.compression.codec import Codec
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.message import Coded, decoded, is_like
 from fedjax_drift.spec import Fix, Flag
 from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Params, PyTree, Trained, Work, algorithm
@@ -67,7 +66,7 @@ def compressed(
         number of steps in FedNova.
 
     Raises:
-      ValueError: an argument is of the wrong type, or the codec does not return (decoded, bits).
+      ValueError: the codec does not return (decoded, bits).
     """
     check_codec(codec)
 
@@ -129,12 +128,14 @@ def check_codec(codec: Codec) -> None:
     try:  # without a key that exists, which would start JAX's devices
         result = jax.eval_shape(lambda x: codec.send(jax.random.key(0, impl=THREEFRY), x), x)
     except Exception as error:
-        raise ConfigurationError(
-            f"send of {codec.name} must be a function (key, x) -> (decoded, bits), got one that fails: "
-            f"{checks.first_line(error)}"
-        ) from error
+        checks.refuse(
+            f"send of {codec.name} must be a function (key, x) -> (decoded, bits)",
+            "one that fails",
+            checks.first_line(error),
+            error,
+        )
     if not isinstance(result, tuple) or len(result) != 2:
-        raise ConfigurationError(f"send of {codec.name} must return (decoded, bits), got {checks.shown(result)}")
+        checks.refuse(f"send of {codec.name} must return (decoded, bits)", checks.shown(result))
     tree.check_layout(result[0], x, f"what {codec.name} decodes must have the shape of what is sent", dtypes=False)
     if jnp.shape(result[1]):
-        raise ConfigurationError(f"bits of {codec.name} must be a scalar, got the shape {[*jnp.shape(result[1])]}")
+        checks.refuse(f"bits of {codec.name} must be a scalar", f"the shape {[*jnp.shape(result[1])]}")

@@ -14,8 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import spec
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, spec
 from fedjax_drift.participation.cohorts import uniform
 from fedjax_drift.participation.rule import Clients, Participation
 from fedjax_drift.recipes import recorded
@@ -63,7 +62,7 @@ def cyclic(groups: Count, shuffle: Flag = True, base: Base | None = None) -> Par
 
     def check(N: int) -> None:
         if groups > N:
-            raise ConfigurationError(f"groups must be in 1..{N}, the number of clients, got {groups}")
+            checks.refuse(f"groups must be in 1..{N}, the number of clients", groups)
 
     return _restricted("cyclic", base, lambda group, key, t, N: group == t % groups, init, check)
 
@@ -88,7 +87,7 @@ def diurnal(
 
     def check(N: int) -> None:
         if phases is not None and len(phases) != N:
-            raise ConfigurationError(f"phases must have a number for each of the {N} clients, got {len(phases)}")
+            checks.refuse(f"phases must have a number for each of the {N} clients", len(phases))
 
     return _restricted("diurnal", base, available, check=check)
 
@@ -136,7 +135,7 @@ def trace(available: Availability, base: Base | None = None) -> Participation:
 
     def check(N: int) -> None:
         if available.shape[1] != N:
-            raise ConfigurationError(f"available must be [T, {N}], for {N} clients, got {[*available.shape]}")
+            checks.refuse(f"available must be [T, {N}], for {N} clients", [*available.shape])
 
     return _restricted("trace", base, lambda own, key, t, N: jnp.asarray(available)[t % len(available)], check=check)
 

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from fedjax_drift import spec
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift import checks, spec
 from fedjax_drift.participation.rule import Clients, Participation
 from fedjax_drift.recipes import recorded
 from fedjax_drift.spec import Count, Flag
@@ -116,11 +115,12 @@ def importance(p: Chances) -> Participation:
 
     def most(N: int, K: int) -> int:
         if len(p) != N:
-            raise ConfigurationError(f"p must have a probability for each of the {N} clients, got {len(p)}")
+            checks.refuse(f"p must have a probability for each of the {N} clients", len(p))
         if abs(p.sum(dtype=float) - K) > 1e-4 * K:
-            raise ConfigurationError(
-                f"the sum of p must be the cohort size, {K}, got {p.sum(dtype=float):.6g}: pass p * {K} / p.sum(), if "
-                "no value then exceeds 1"
+            checks.refuse(
+                f"the sum of p must be the cohort size, {K}",
+                f"{p.sum(dtype=float):.6g}",
+                f"pass p * {K} / p.sum(), if no value then exceeds 1",
             )
         return most_of_bernoulli(N, K)  # Hoeffding 1956: no Poisson sampling with this mean has longer tails
 
@@ -158,9 +158,7 @@ def power_of_choice(candidates: Count, exact: Flag = False) -> Participation:
 
     def most(N: int, K: int) -> int:
         if not K <= candidates <= N:
-            raise ConfigurationError(
-                f"candidates must be in {K}..{N}, from the cohort size to the number of clients, got {candidates}"
-            )
+            checks.refuse(f"candidates must be in {K}..{N}, from the cohort size to the number of clients", candidates)
         return K
 
     return Participation(
@@ -191,9 +189,9 @@ def schedule(ids: Cohorts) -> Participation:
 
     def most(N: int, K: int) -> int:
         if ids.shape[1] != K or ids.max() > N:
-            raise ConfigurationError(
-                f"ids must be [T, {K}] with values in 0..{N}, for the cohort size {K} and {N} clients, got "
-                f"{[*ids.shape]} with the largest {ids.max()}"
+            checks.refuse(
+                f"ids must be [T, {K}] with values in 0..{N}, for the cohort size {K} and {N} clients",
+                f"{[*ids.shape]} with the largest {ids.max()}",
             )
         return K
 

@@ -22,7 +22,6 @@ import numpy as np
 from jax.scipy.ndimage import map_coordinates
 
 from fedjax_drift import checks, spec
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.recipes import recorded
 from fedjax_drift.shift.rule import Example, Owner, Shift
 from fedjax_drift.spec import Finite, Fix, NonNegative
@@ -110,9 +109,10 @@ def check_inputs(name: str, x: jax.Array, images: bool) -> None:
     """Raises ConfigurationError unless an example has floating inputs, and is an image [H, W, C] if ``images``."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or images and x.ndim != 3:
         what = "images [height, width, channels]" if images else "floating inputs"
-        raise ConfigurationError(
-            f"{name} needs {what}, got examples of {x.dtype}{[*x.shape]}: pass a function (key, t, client, x, y) -> "
-            "(x, y) of your own"
+        checks.refuse(
+            f"{name} needs {what}",
+            f"examples of {x.dtype}{[*x.shape]}",
+            "pass a function (key, t, client, x, y) -> (x, y) of your own",
         )
 
 
@@ -142,7 +142,7 @@ def _of_features(
         if isinstance(by, str):
             return jnp.ones(()) if by == "all" else jnp.where(owner.id < N, owner.id / N, 0)
         if len(by) != N:
-            raise ConfigurationError(f"by must have a strength for each of the {N} clients, got {len(by)}")
+            checks.refuse(f"by must have a strength for each of the {N} clients", len(by))
         return jnp.append(jnp.asarray(by, float), 0)[owner.id]
 
     def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:

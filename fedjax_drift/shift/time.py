@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 
 from fedjax_drift import checks, spec, tree
-from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.recipes import recorded
 from fedjax_drift.shift.features import check_inputs, rotated
 from fedjax_drift.shift.rule import Example, Owner, Shift, rule, shift_of
@@ -49,13 +48,13 @@ def permute_labels(at: Rounds, pairs: Pairs) -> Any:
     """
     rounds = at.astype(np.int32)  # not a JAX array, which would start the backend
     if len(np.unique(pairs)) != pairs.size:
-        raise ConfigurationError(f"pairs must have each label at most once, got {pairs.tolist()}")
+        checks.refuse("pairs must have each label at most once", pairs.tolist())
     other = np.arange(pairs.max() + 1)
     other[pairs[:, 0]], other[pairs[:, 1]] = pairs[:, 1], pairs[:, 0]
 
     def permuted(key: jax.Array, t: jax.Array, client: jax.Array, x: jax.Array, y: jax.Array) -> Example:
         if not jnp.issubdtype(y.dtype, jnp.integer):
-            raise ConfigurationError(f"permute_labels needs integer labels, got {y.dtype}")
+            checks.refuse("permute_labels needs integer labels", y.dtype)
         exchanged = jnp.where(y < len(other), jnp.asarray(other, y.dtype)[jnp.clip(y, 0, len(other) - 1)], y)
         return x, jnp.where((t >= rounds).sum() % 2 == 1, exchanged, y)
 
@@ -102,7 +101,7 @@ def gradual(begin: NonNegative, end: Positive, shift: Shift) -> Shift:
       shift: a `Shift`, or a function.
     """
     if not isinstance(begin, jax.core.Tracer) and not isinstance(end, jax.core.Tracer) and end <= begin:
-        raise ConfigurationError(f"end must be larger than begin, {begin:g}, got {end:g}: use fd.shift.sudden")
+        checks.refuse(f"end must be larger than begin, {begin:g}", f"{end:g}", "use fd.shift.sudden")
     return _in_share("gradual", lambda t: (t - begin) / (end - begin), shift)
 
 
@@ -128,20 +127,18 @@ def mixture(weights: Callable[[jax.Array], jax.Array] | Sequence[float], *shifts
       weights: J numbers >= 0, or a function of the round that returns them, [J]. They are divided by their sum.
       shifts: J shifts. `none` is one of them.
     """
-    each, fixed = tuple(map(shift_of, shifts)), None
-    if not each:
-        raise ConfigurationError("mixture needs at least 1 shift, got none: pass fd.shift.none(), for example")
+    each, fixed = _several("mixture", shifts), None
     if callable(weights):
         checks.function("weights", weights, "it maps a round to the weights", takes=1)
     else:
         fixed = checks.array("weights", weights)
         if fixed.shape != (len(each),) or fixed.dtype.kind not in "fiu" or fixed.min() < 0 or not fixed.sum() > 0:
-            raise ConfigurationError(f"weights must be {len(each)} numbers >= 0, one for each shift, got {weights!r}")
+            checks.refuse(f"weights must be {len(each)} numbers >= 0, one for each shift", f"{weights!r}")
 
     def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
         now = jnp.asarray(weights(t) if callable(weights) else fixed, float)
         if now.shape != (len(each),):
-            raise ConfigurationError(f"weights must return {len(each)} numbers, one for each shift, got {[*now.shape]}")
+            checks.refuse(f"weights must return {len(each)} numbers, one for each shift", [*now.shape])
         ends, (number, inside) = jnp.cumsum(now), choice(key, owner)
         which = jnp.searchsorted(ends, number * ends[-1], side="right")
         return _select(jnp.minimum(which, len(each) - 1), each, key, t, inside, x, y)
@@ -163,18 +160,14 @@ def domains(*shifts: Shift, of: Domains | None = None) -> Shift:
       shifts: J shifts, the domains, usually with ``by="all"``. `none` is one of them.
       of: int [N], the domain of each client, in 0..J-1. Default: i mod J.
     """
-    each = tuple(map(shift_of, shifts))
-    if not each:
-        raise ConfigurationError("domains needs at least 1 shift, got none: pass fd.shift.none(), for example")
+    each = _several("domains", shifts)
     if of is not None and of.max() >= len(each):
-        raise ConfigurationError(
-            f"of must be int [N] in 0..{len(each) - 1}, one domain for each client, got {of.max()}"
-        )
+        checks.refuse(f"of must be int [N] in 0..{len(each) - 1}, one domain for each client", of.max())
 
     def change(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
         N = owner.num_clients
         if of is not None and len(of) != N:
-            raise ConfigurationError(f"of must have a domain for each of the {N} clients, got {len(of)}")
+            checks.refuse(f"of must have a domain for each of the {N} clients", len(of))
         domain = owner.id % len(each) if of is None else jnp.asarray(of, jnp.int32)[jnp.minimum(owner.id, N - 1)]
         return tree.select(owner.id < N, _select(domain, each, key, t, owner, x, y), (x, y))
 
@@ -198,6 +191,12 @@ def chain(*shifts: Shift) -> Shift:
 def none() -> Shift:
     """Leaves the examples as they are, for `mixture` and `domains`."""
     return Shift(lambda key, t, owner, x, y: (x, y), "none")
+
+
+def _several(name: str, shifts: Sequence[Any]) -> tuple[Shift, ...]:
+    if not shifts:
+        checks.refuse(f"{name} needs at least 1 shift", "none", "pass fd.shift.none(), for example")
+    return tuple(map(shift_of, shifts))
 
 
 def _in_share(name: str, share: Callable[[jax.Array], jax.Array], shift: Any) -> Shift:
