@@ -45,7 +45,7 @@ PROGRAMS = {  # how the file of another program, which has this suffix, becomes 
     ".orbax": ORBAX,
 }
 
-FilePath = Annotated[str | os.PathLike[str], spec.Spec(checks.path, "path")]
+FilePath = Annotated[str | os.PathLike[str], spec.GIVEN_PATH]
 Data = Annotated[FederatedData, spec.instance(FederatedData), Fix("the data on which the model was trained, or None")]
 Names = Annotated[
     Mapping[str, Any],
