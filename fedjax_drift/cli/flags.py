@@ -18,7 +18,7 @@ import optax.contrib
 
 from fedjax_drift import checks, clock, compression, participation, shift
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.cli.values import READ, Choice, count, count0, lanes, local_path, readable, redeal, seed
+from fedjax_drift.cli.values import Choice, count, count0, lanes, local_path, readers, redeal, seed
 from fedjax_drift.data import augment, partition
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.errors import ConfigurationError
@@ -27,7 +27,6 @@ from fedjax_drift.measures.drift import MEASURES
 from fedjax_drift.models import MODELS, TRAINED
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.simulation.simulation import Simulation
-from fedjax_drift.spec import Declared
 
 SPEC = "NAME[:key=value,...]"
 SWITCH = {"auto": None, "yes": True, "no": False}  # the meaning of auto depends on the flag
@@ -211,11 +210,10 @@ def add_parameters(group: Any, of: type, *names: str) -> None:
     """
     described = re.findall(r"^  (\w+): (.+(?:\n    .+)*)", inspect.getdoc(of) or "", re.MULTILINE)
     texts = {name: " ".join(text.replace("``", "").replace("None:", "Default:").split()) for name, text in described}
-    declared = Declared(of)
-    for name in names or readable(of):
-        read, metavar = READ[declared.arguments[name].spec.kind]
-        default, flag = declared.signature.parameters[name].default, f"--{name.replace('_', '-')}"
-        add(group, flag, metavar, texts.get(name, "").rstrip("."), read, default)
+    known = readers(of)
+    for name in names or known:
+        (read, metavar), default = known[name], inspect.signature(of).parameters[name].default
+        add(group, f"--{name.replace('_', '-')}", metavar, texts.get(name, "").rstrip("."), read, default)
 
 
 def needs(args: argparse.Namespace, flag: str, other: str, example: str) -> None:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from fedjax_drift import checks, compression, reprs, shift
 from fedjax_drift.cli.flags import DEFAULT_MODEL, MODEL, PARTITION, SWITCH, Parser, add_run, needs
-from fedjax_drift.cli.values import LOCAL, Spec, readable
+from fedjax_drift.cli.values import LOCAL, Spec, readers
 from fedjax_drift.clock import Devices
 from fedjax_drift.data import datasets, movielens, partition
 from fedjax_drift.data.federated import FederatedData
@@ -39,8 +39,10 @@ from fedjax_drift.types import Algorithm, Needs, Params
 
 BANKS = ("auto", "device", "sharded", "host")  # values of --bank that are not folders
 # Flags whose values, or whose words, are entries of the settings with the same name.
-SAME = ("rounds", "sampling", "validation", "standardize", "on_nonfinite", "eval_every", "seed", "bfloat16", "stream")
-SAME += ("participation", "shift", "compress", "clock")
+SAME = (
+    "rounds", "sampling", "participation", "shift", "compress", "clock", "validation", "standardize", "on_nonfinite",
+    "eval_every", "seed", "bfloat16", "stream",
+)  # fmt: skip
 
 
 class ParsedRun(NamedTuple):
@@ -196,7 +198,7 @@ def assemble(
         trained, params = args.train.using(base=params, frozen_dtype=frozen_dtype).make(trained), None
         base = None if mesh is not None else trained.frozen[0].checksum  # a plan needs no parameters
         part = {"name": args.train.name, **args.train.options, "parameters": num_parameters(trained), "base": base}
-    failures = {name: getattr(args, name) for name in readable(Failures)}
+    failures = {name: getattr(args, name) for name in readers(Failures)}
     names = ("on_nonfinite", "measure", "lanes", "devices_per_client")
     timing = _timing(args)
     failures |= {"speed_spread": 0.0} if "devices" in timing else {}

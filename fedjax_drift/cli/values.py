@@ -22,17 +22,18 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.spec import Declared
 
-READ = {"number": (float, "X"), "integer": (int, "N"), "word": (str, "NAME")}  # how words become values, and metavars
+READ: dict[str, tuple[Callable[[str], Any], str]]  # how a word becomes a value of a kind, and its metavar
+READ = {"number": (float, "X"), "integer": (int, "N"), "word": (str, "NAME")}
 
 
-def readable(of: type) -> tuple[str, ...]:
-    """The parameters of a class whose values are numbers or words, so that they can be flags."""
-    return tuple(
-        name for name, argument in Declared(of).arguments.items() if argument.spec and argument.spec.kind in READ
-    )
+def readers(of: type) -> dict[str, tuple[Callable[[str], Any], str]]:
+    """The parameters of a class whose values are numbers or words, so that they can be flags, and how they are read."""
+    return {
+        n: READ[each.spec.kind] for n, each in Declared(of).arguments.items() if each.spec and each.spec.kind in READ
+    }
 
 
-LOCAL = readable(LocalTraining)
+LOCAL = tuple(readers(LocalTraining))
 
 
 class Spec(NamedTuple):
