@@ -235,6 +235,20 @@ def function(name: str, value: Any, fix: str = "", takes: int | None = None, for
     refuse(f"{name} must be {allowed}", got, fix)
 
 
+def shapes_of(what: str, function: Callable, *arguments: Any, fix: str = "") -> Any:
+    """The shapes that a user's function returns for shapes. Raises ConfigurationError if it fails: WHAT, got one that
+    fails (WHY): FIX.
+
+    A ConfigurationError of the library, which the function raises, says more, and is raised as it is.
+    """
+    try:
+        return jax.eval_shape(function, *arguments)
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        refuse(what, f"one that fails ({first_line(error)})", fix, error)
+
+
 def fields(value: Any, fix: str = "") -> None:
     """Checks the functions, the flags and the texts among the fields of a NamedTuple, such as those of a `Model`.
 

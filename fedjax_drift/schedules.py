@@ -23,18 +23,13 @@ def is_schedule(value: Any) -> bool:
 def checked(name: str, schedule: Any) -> Any:
     """Returns the schedule. Raises ConfigurationError unless it returns a floating scalar for a round."""
     example = "pass a number, or optax.cosine_decay_schedule(0.1, decay_steps=500), for example"
-    try:
-        value = jax.eval_shape(schedule, jax.ShapeDtypeStruct((), jnp.int32))
-        shape, dtype = value.shape, value.dtype
-    except Exception as error:
-        checks.refuse(
-            f"{name} must be a number, or a function of the round that returns a number",
-            f"one that fails ({checks.first_line(error)})",
-            example,
-            error,
-        )
-    if shape or not jnp.issubdtype(dtype, jnp.floating):
-        checks.refuse(f"{name} must return a floating scalar for every round", f"{dtype}{[*shape]}", example)
+    what = f"{name} must be a number, or a function of the round that returns a number"
+    value = checks.shapes_of(what, schedule, jax.ShapeDtypeStruct((), jnp.int32), fix=example)
+    if not isinstance(value, jax.ShapeDtypeStruct):
+        checks.refuse(what, f"one that returns {checks.shown(value)}", example)
+    if value.shape or not jnp.issubdtype(value.dtype, jnp.floating):
+        got = f"{value.dtype}{[*value.shape]}"
+        checks.refuse(f"{name} must return a floating scalar for every round", got, example)
     return schedule
 
 

@@ -17,7 +17,6 @@ from jax import lax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.simulation.tried import shapes_of
 from fedjax_drift.types import Params
 
 GRADIENTS, STEPS = 3, 10  # random gradients, and steps with each
@@ -38,7 +37,7 @@ def check_optimizer(optimizer: optax.GradientTransformation, direction: str | No
 
     what = "optimizer must need only the gradient and the parameters, as optax.scale_by_adam() does"
     fix = "use one without line search that does not need the loss"
-    update = shapes_of(what, first_update, params, fix=fix)
+    update = checks.shapes_of(what, first_update, params, fix=fix)
     tree.check_layout(update, params, "the updates of the optimizer must be shaped like the parameters", dtypes=False)
     if direction is not None:
         return

@@ -17,7 +17,6 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.masks import takes_mask
 from fedjax_drift.model import Model, cross_entropy
 from fedjax_drift.simulation import losses, mixing
-from fedjax_drift.simulation.tried import shapes_of
 from fedjax_drift.types import Params
 
 
@@ -48,7 +47,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
     what = "Model.init must take a key and return a pytree of arrays only"
     fix = "keep functions and settings outside; for an Equinox module, return eqx.partition(module, "
     fix += "eqx.is_inexact_array)[0], and use eqx.combine in apply"
-    params = shapes_of(what, lambda: model.init(jax.random.key(0)), fix=fix)
+    params = checks.shapes_of(what, lambda: model.init(jax.random.key(0)), fix=fix)
     axes.check(model.output_axes, params)
     for path, leaf in jax.tree.leaves_with_path(params):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -89,7 +88,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
         if low < 0 or high >= C:
             losses.refuse_labels(kind, C, y, low, high)
     z, labels = [*logits.shape], [B, *data.y.shape[1:]]
-    loss = shapes_of(f"the loss must accept logits {z} with labels {labels}", masked.loss, logits, rows(data.y))
+    loss = checks.shapes_of(f"the loss must accept logits {z} with labels {labels}", masked.loss, logits, rows(data.y))
     if getattr(loss, "shape", None) != (B,):
         got = f"{jax.tree.map(lambda a: [*a.shape], loss)} for logits {z} and labels {labels}"
         fix = "do not average over the examples, and check that logits and labels have matching shapes"
@@ -152,7 +151,7 @@ def _check_scores(scores: Callable, whole: list, some: list) -> tuple[tuple[str,
 def _scores_of(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtypeStruct) -> dict[str, Any]:
     """The shapes of the entries of `Model.scores`."""
     what = f"Model.scores must accept logits {[*logits.shape]} with labels {[*y.shape]}"
-    outputs = shapes_of(what, scores, logits, y)
+    outputs = checks.shapes_of(what, scores, logits, y)
     if not isinstance(outputs, dict) or not all(hasattr(value, "shape") for value in outputs.values()):
         what = 'Model.scores must return a dict of numbers such as {"auc": ...}'
         checks.refuse(what, f"a {type(outputs).__name__}")

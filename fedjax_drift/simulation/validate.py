@@ -23,7 +23,6 @@ from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.shift.rule import Owner
 from fedjax_drift.simulation.ascent import check_optimizer
-from fedjax_drift.simulation.tried import shapes_of
 from fedjax_drift.tree import layout
 from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
 
@@ -175,7 +174,7 @@ def check_rule(aggregation: Aggregation, message: Callable, K: int) -> None:
     form = "contribute(state, message, weight) -> (part, weight) and "
     form += "combine(state, total, weight, key, K) -> (mean, state)"
     what = f"{aggregation.name} must have the functions {form}"
-    found, needed = ([name for name, *_ in layout(each)] for each in shapes_of(what, mean, message()))
+    found, needed = ([name for name, *_ in layout(each)] for each in checks.shapes_of(what, mean, message()))
     if found != needed:
         got = f"{checks.listed(found)} instead of {checks.listed(needed)}"
         checks.refuse(f"{what}, where mean has the structure of a message", got)
@@ -282,7 +281,9 @@ def _check_keeps(names: tuple[str, str], form: str, function: Callable, argument
         return " and ".join(texts(arrays)) if isinstance(arrays, tuple) else f"{texts(arrays)}"
 
     option, name = names
-    result = shapes_of(f"{option} must be a function {form} of one example, {shown(example)}", function, *arguments)
+    result = checks.shapes_of(
+        f"{option} must be a function {form} of one example, {shown(example)}", function, *arguments
+    )
     if texts(result) != texts(example):
         what = "the shapes and the dtypes" if isinstance(example, tuple) else "the shape and the dtype"
         checks.refuse(f"{name} must keep {what} of an example, {shown(example)}", shown(result))
