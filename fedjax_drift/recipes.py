@@ -95,6 +95,7 @@ def recorded(
         arguments = {name: _as_float(value) if name in declared.numbers else value for name, value in given.items()}
         return made._replace(recipe=Recipe(make, declared.signature, arguments, made))
 
+    make.declared = declared  # type: ignore[attr-defined]
     make.__signature__ = declared.signature  # type: ignore[attr-defined]  # of a factory passed without parentheses
     return make
 

@@ -79,7 +79,8 @@ def number(
         result = checks.number(name, value, allowed, ok, fix, computed)
         return off if off is not None and not isinstance(result, jax.core.Tracer) and result == off else result
 
-    return Spec(check, "number", right, wrong, allowed)
+    underflows = (1e-50,) if computed and ok(1e-50) else ()
+    return Spec(check, "number", right, (*wrong, *underflows), allowed)
 
 
 def integer(low: int, high: float = checks.MOST) -> Spec:
@@ -88,7 +89,7 @@ def integer(low: int, high: float = checks.MOST) -> Spec:
     return Spec(
         lambda name, value, fix: checks.integer(name, value, low, high, fix),
         "integer",
-        (low,),
+        (low, 2**80) if high == math.inf else (low,),
         (low - 1, *((high + 1,) if bounded else ())),
         f"in {low}..{high}" if bounded else f">= {low}",
     )
@@ -267,15 +268,16 @@ def _checked_function(function: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         return declared.call(declared.bind(args, kwargs))
 
+    call.declared = declared  # type: ignore[attr-defined]
     return call
 
 
 def _checked_class(cls: Any) -> Any:
-    declared = functools.cache(lambda: Declared(cls).arguments)
+    cls.declared = declared = Declared(cls)
     together = getattr(cls, "__post_init__", None)
 
     def post_init(self: Any) -> None:
-        for name, argument in declared().items():
+        for name, argument in declared.arguments.items():
             # As Python's own types, because arrays are not hashable. The dataclass is frozen.
             object.__setattr__(self, name, argument.check(name, getattr(self, name)))
         if together is not None:

@@ -27,6 +27,7 @@ import linecache
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -47,7 +48,7 @@ from flax import nnx
 from PIL import Image
 
 import fedjax_drift as fd
-from fedjax_drift import cli
+from fedjax_drift import cli, spec
 from fedjax_drift.checks import shown
 from fedjax_drift.measures.drift import MEASURES
 
@@ -159,6 +160,96 @@ def path(either: Sequence[Any] = ("", ".", "no/such/folder", "a\0b", Path(), "~n
     return Kind([v for v in ANYTHING if not isinstance(v, str)], [], [*either, "nothing_here"])
 
 
+def declared(function: Callable[..., Any]) -> dict[str, Kind]:
+    """The kinds of the arguments that a function or a class declares (`fedjax_drift.spec`)."""
+    found = {name: kind_of(argument) for name, argument in spec.Declared(function).arguments.items()}
+    return {name: kind for name, kind in found.items() if kind.nonsense or kind.odd}
+
+
+def kind_of(argument: spec.Argument) -> Kind:
+    """The values that a declaration allows and refuses: those of its kind, and those at the edges of its range."""
+    if argument.spec is None:
+        return Kind()
+    right, wrong = argument.spec.right, argument.spec.wrong
+    numbers = [value for value in right if isinstance(value, int | float) and abs(value) < 2**31]
+    beyond = [HUGE] if argument.spec.kind == "integer" and numbers != [*right] else []  # it has no upper bound
+    by_kind = {
+        "number": Kind([*NO_NUMBER, *wrong], [*right, *map(np.float32, numbers), *map(np.array, numbers)]),
+        "integer": Kind(
+            [*(v for v in NO_NUMBER if not any(v is each for each in beyond)), 1.5, 1.0, np.float32(2), *wrong],
+            [*right, *map(np.int64, numbers)],
+        ),
+        "flag": flag(),
+        "word": Kind([*ANYTHING, *[f"{word.upper()}x" for word in right if isinstance(word, str)]], right),
+        "words": Kind([*TEXTS, *THINGS, 0.5, [1], {"a": 1}, None], right),
+        "text": only(str),
+        "instance": Kind([*NOTHING, *THINGS, *UNREAL]),
+        "array": Kind([v for v in NO_ARRAY if not isinstance(v, str)]),
+        "function": Kind([*(v for v in ANYTHING if not callable(v)), int, dict]),
+        "path": path(),
+        "pair": Kind([*(v for v in ANYTHING if not isinstance(v, tuple)), (1,), ("a", 1)]),
+        "shape": shape(),
+    }
+    kind = by_kind.get(argument.spec.kind, Kind())
+    free = argument.others
+    nonsense = [v for v in kind.nonsense if not (v is None and None in free) and not (isinstance(v, str) and v in free)]
+    return kind._replace(nonsense=nonsense, odd=[*kind.odd, *free])
+
+
+def public(name: str, module: Any) -> Iterator[tuple[str, Callable]]:
+    """Yields the public functions and classes of a module, and the methods of its classes, with their names."""
+    for attribute, value in inspect.getmembers(module):
+        if attribute.startswith("_") or not getattr(value, "__module__", module.__name__).startswith("fedjax_drift"):
+            continue
+        if inspect.ismodule(value) and value.__name__.startswith("fedjax_drift"):
+            yield from public(f"{name}.{attribute}", value)
+        elif inspect.isclass(value) or inspect.isfunction(value):
+            yield f"{name}.{attribute}", value
+            if inspect.isclass(value):
+                methods = inspect.getmembers(value, inspect.isfunction)
+                yield from ((f"{name}.{attribute}.{m}", method) for m, method in methods if not m.startswith("_"))
+
+
+def accepts(pairs: int, rng: random.Random) -> Iterator[str]:
+    """Calls every public function that checks its declared arguments with each value that is nonsense for one of them,
+    and ``pairs`` times with two. Yields the calls that do not refuse it, and name the argument.
+
+    The declared arguments are checked before the function begins, so the others need no sensible value.
+    """
+    known = {
+        "base": fd.algorithms.fedavg(), "codec": fd.compression.none(), "data": DATA, "model": MODEL, "at": 0,
+        **dict.fromkeys(("folder", "train", "path"), "nowhere"), "name": "synthetic", "available": [[True]],
+        "weights": [[1]], "partition": fd.partition.iid(2), "shared": {}, "own": {}, "ylabel": "y",
+        "plane": fd.measures.LossPlane(X, X, X, None, np.eye(3, 2), ("a", "b", "c")),
+        "settings": [fd.plots.Compared("t", {"a": [([1, 2], [0.1, 0.2])]}, {})],
+    }  # fmt: skip
+    functions = {function: name for name, function in public("fd", fd) if hasattr(function, "declared")}
+    calls = []
+    for function, name in functions.items():
+        kinds = {argument: kind_of(of) for argument, of in function.declared.arguments.items()}
+        parameters = inspect.signature(function).parameters.values()
+        required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        odd = {n: kinds[n].odd[0] if n in kinds and kinds[n].odd else None for n in required}
+        call = (function, name, odd | {n: value for n, value in known.items() if n in required})
+        tries = [(argument, value) for argument, kind in kinds.items() for value in kind.nonsense]
+        calls += [(*call, {argument: value}) for argument, value in tries]
+        if len(kinds) > 1:
+            calls += [(*call, dict(rng.sample(tries, 2))) for _ in range(pairs)]
+    for call in calls:
+        yield from _unless_refused(*call)
+
+
+def _unless_refused(function: Callable, name: str, valid: dict[str, Any], wrong: dict[str, Any]) -> Iterator[str]:
+    said = "accepted"
+    try:
+        function(**(valid | wrong))
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        if isinstance(error, ValueError) and any(re.search(rf"\b{argument}\b", said) for argument in wrong):
+            return
+    yield f"{name}({', '.join(f'{argument}={shown(value)[:60]}' for argument, value in wrong.items())}): {said[:200]}"
+
+
 OF_ARGUMENTS: list[Any] = [lambda: 0, lambda a: 0, lambda a, b: 0, lambda a, b, c: 0, lambda a, b, c, d: 0]
 OF_ARGUMENTS += [lambda a, b, c, d, e: 0, lambda a, b, c, d, e, f: 0]
 
@@ -248,81 +339,22 @@ PER_DOMAIN = without_none(Kind([*NO_NUMBER, *WHOLE, [1, -1], [0.5, np.nan]], [[0
 
 
 def algorithms() -> Iterator[Call]:
-    kinds = {
-        **dict.fromkeys(
-            ("server_lr", "alpha", "tau", "eta_s", "eta_p", "temperature", "label_temperature"), positive()
-        ),
-        **dict.fromkeys(("mu", "margin", "rho", "lam", "weight_decay", "alpha_decay"), nonnegative()),
-        **dict.fromkeys(("beta", "b1", "b2"), fraction()),
-        **dict.fromkeys(("window", "pseudo_steps", "inner_steps", "base_epochs"), integer()),
-        **dict.fromkeys(("eps", "inner_lr", "feddyn_alpha"), positive()),
-        "v_0": optional(nonnegative()),
-        "personal_epochs": optional(integer()),
-        "base": without_none(only(fd.Algorithm)),
+    own = {
         "personal": Kind([value for value in ANYTHING if not isinstance(value, str) and not callable(value)]),
-        **dict.fromkeys(("q", "domain_lr"), nonnegative()),
-        **dict.fromkeys(("delta", "lipschitz"), optional(positive())),
-        "domains": integer(),
-        "domain": without_none(function()),
         **dict.fromkeys(("lambda0", "counts0"), PER_DOMAIN),
         "models": Kind([value for value in NO_NUMBER if not isinstance(value, list | tuple)] + [0, -1, 1.5], [1, 2]),
-        "literal": Kind([*TEXTS, *THINGS, 0.5, [1], {"a": 1}, None], [True, False, (), []]),
-    }
-    share = Kind([*NO_NUMBER, 0, 1.5, -1], [1, 0.5, Fraction(1, 2)])
-    closed = Kind([*NO_NUMBER, 1.5, -1], [0, 1, 0.5])
-    of_one = {
-        ("fedadc", "gamma"): optional(nonnegative()),
-        ("fedreg", "gamma"): share,
-        **dict.fromkeys([("fedcm", "alpha"), ("mofedsam", "alpha"), ("fedmoswa", "gamma")], share),
-        **dict.fromkeys([("fedspeed", "alpha"), ("apfl", "alpha"), ("adabest", "beta")], closed),
-        **dict.fromkeys([("fedswa", "rho"), ("fedmoswa", "rho")], closed),
-        **dict.fromkeys(
-            [
-                ("fedadamw", "alpha"),
-                ("fedacg", "beta"),
-                ("fedntd", "beta"),
-                ("fedlc", "tau"),
-                ("feddecorr", "beta"),
-                ("ghbm", "beta"),
-                ("localghbm", "beta"),
-                ("fedhbm", "beta"),
-                ("fedgmt", "gamma"),
-                ("perfedavg", "alpha"),
-            ],
-            nonnegative(),
-        ),  # fmt: skip
-        ("ghbm", "tau"): integer(),
-        ("localghbm", "tau"): optional(positive()),
-        ("fedgmt", "alpha"): fraction(),
-        ("fedgmt", "beta"): positive(),
-        ("fedacg", "lam"): fraction(),
-        **dict.fromkeys([("fedspeed", "lam"), ("pfedme", "beta")], positive()),
     }
     required = {"mu": 0.1, "alpha": 0.1, "beta": 0.5, "server_lr": 0.1}
     for name, factory in fd.algorithms.ALGORITHMS.items():
-        found = {}
-        for option, parameter in inspect.signature(factory).parameters.items():
-            default = parameter.default
-            by_type = flag() if isinstance(default, bool) else choice(default) if isinstance(default, str) else None
-            if option == "personal":  # any regular expression is valid, not only the default
-                by_type = None
-            found[option] = by_type or (of_one[name, option] if (name, option) in of_one else kinds[option])
-        given = {option: value for option, value in required.items() if option in found}
-        yield Call(f"fd.algorithms.{name}", factory, given, found)
+        options = inspect.signature(factory).parameters
+        kinds = declared(factory) | {option: kind for option, kind in own.items() if option in options}
+        yield Call(f"fd.algorithms.{name}", factory, {n: v for n, v in required.items() if n in options}, kinds)
 
 
 def local_training() -> Iterator[Call]:
-    kinds = {
-        "epochs": integer(),
-        "batch_size": integer(sound=[np.int64(2), np.uint64(2)]),
-        **dict.fromkeys(("lr", "lr_decay"), positive()),
-        "momentum": fraction(),
-        "weight_decay": nonnegative(),
-        "clip_norm": optional(positive()),
-        "optimizer": optional(only(optax.GradientTransformation)),
-        "steps": optional(integer()),
-    }
-    yield Call("fd.LocalTraining", fd.LocalTraining, {}, kinds | {"direction": optional(Kind(ANYTHING))})
+    kinds = declared(fd.LocalTraining) | {"direction": optional(Kind(ANYTHING))}  # it needs an optimizer
+    kinds["optimizer"] = optional(only(optax.GradientTransformation))
+    yield Call("fd.LocalTraining", fd.LocalTraining, {}, kinds)
     valid = {"optimizer": optax.scale_by_adam(), "lr": 1}
     of_optimizer = {"direction": optional(choice("ascent", "descent"))}
     yield Call("fd.LocalTraining with an optimizer", fd.LocalTraining, valid, of_optimizer)
@@ -426,20 +458,11 @@ def of_ids(ids: Any = IDS, test: Any = None) -> fd.Simulation:
 
 
 def simulation() -> Iterator[Call]:
-    flag_or_auto = Kind(flag().nonsense, [True, False, "auto", np.True_])
-    failures = {
-        **dict.fromkeys(("dropout", "stragglers"), probability()),
-        "over_selection": Kind([*NO_NUMBER, 0.5, 0, -1], [1, 1.5, Fraction(3, 2)]),
-        "deadline": optional(positive()),
-        "speed_spread": nonnegative()._replace(odd=[0, 0.0]),  # larger values need a deadline
-    }
-    placement = {
-        "lanes": optional(integer(), "auto"),
+    failures = declared(fd.Failures)
+    failures["speed_spread"] = failures["speed_spread"]._replace(odd=[0, 0.0])  # larger values need a deadline
+    placement = declared(fd.Placement) | {
         "mesh": optional(only(jax.sharding.Mesh)),
-        **dict.fromkeys(("stream", "shard_data"), flag_or_auto),
         "bank": Kind([value for value in ANYTHING if not isinstance(value, str)], ["device", "host", Path("x")], ["x"]),
-        "donate": flag(),
-        "eval_batch_size": integer(),
     }
     yield Call("fd.Failures", fd.Failures, {}, failures)
     yield Call("fd.Placement", fd.Placement, {}, placement)
@@ -794,14 +817,8 @@ def of_inputs(model: fd.Model, x: np.ndarray) -> fd.Simulation:
 
 
 def checkpoints() -> Iterator[Call]:
-    kinds = {
-        "folder": path(),
-        "every": optional(integer()),
-        "seconds": optional(Kind([*NO_NUMBER, 0, -1], [1, Fraction(1, 2), np.float32(1)])),
-        "keep": integer(),
-        "best": optional(only(str)),
-        "config": Kind([*TEXTS, *THINGS, 3, 0.5, [1], {"a": object()}, {1}], [None, {}, {"a": 1}]),
-    }
+    kinds = declared(fd.Checkpoints)
+    kinds["config"] = Kind([*TEXTS, *THINGS, 3, 0.5, [1], {"a": object()}, {1}], [None, {}, {"a": 1}])
     yield Call("fd.Checkpoints", fd.Checkpoints, {"folder": "checkpoints"}, kinds)
     sim, saved = built(), fd.Checkpoints("saved")
     sim.run(sim.init(jax.random.key(0)), 2, progress=False, checkpoints=saved)
@@ -913,12 +930,7 @@ def plots() -> Iterator[Call]:
     compared = [fd.plots.Compared("t", {"a": [([1, 2], [0.1, 0.2])]}, {"a": [(None, 0.3), (1, 0.2)]})]
     kinds = {"settings": Kind(ANYTHING, [compared], like=compared), "ylabel": only(str), "path": file}
     yield Call("fd.plots.compared", fd.plots.compared, {"settings": compared, "ylabel": "y"}, kinds)
-    kinds = {
-        "smooth": optional(Kind([*NO_NUMBER, 0, -1, 1.5], [1, np.int64(3)]), "auto"),
-        "band": optional(Kind([*no_text, "std"], ["interval", "deviation", "range"])),
-        "figsize": optional(Kind([*no_text, "ab", (1,), (0, 1)], [(4, 3), [4.0, 3]])),
-    }
-    yield Call("fd.plots.Style", fd.plots.Style, {}, kinds)
+    yield Call("fd.plots.Style", fd.plots.Style, {}, declared(fd.plots.Style))
     sound = [[0.5], np.ones(3), (1, 2), jnp.ones(2)]
     yield Call("fd.personal.summary", fd.personal.summary, {}, {"values": Kind(NO_ARRAY, sound, ANYTHING)})
     yield from of_models_and_clients()
@@ -1033,17 +1045,18 @@ def participation() -> Iterator[Call]:
         [*no_array, [1, 2], [[-1, 2]], [[0.5]], [[True]], np.zeros((0, 3), int)], [[[1, 2]], np.ones((2, 3), int)]
     )
     for name, arguments, kinds in (
-        ("bernoulli", {}, {"nonempty": flag()}),
-        ("by_size", {}, {"replace": flag()}),
+        ("bernoulli", {}, {}),
+        ("by_size", {}, {}),
         ("importance", {"p": [0.5]}, {"p": chances}),
-        ("power_of_choice", {"candidates": 2}, {"candidates": integer(), "exact": flag()}),
+        ("power_of_choice", {"candidates": 2}, {}),
         ("schedule", {"ids": [[1]]}, {"ids": rows}),
-        ("cyclic", {"groups": 2}, {"groups": integer(), "shuffle": flag(), **base}),
-        ("diurnal", {"period": 2.0}, {"period": positive(), "phases": phases, "floor": probability(), **base}),
-        ("markov", {"up": 0.5, "down": 0.5}, {"up": Kind([*NO_NUMBER, 0, 1.5, -1], [1, 0.5]), "down": probability()}),
+        ("cyclic", {"groups": 2}, base),
+        ("diurnal", {"period": 2.0}, {"phases": phases, **base}),
+        ("markov", {"up": 0.5, "down": 0.5}, base),
         ("trace", {"available": [[True]]}, {"available": seen, **base}),
     ):
-        yield Call(f"fd.participation.{name}", getattr(rules, name), arguments, kinds)
+        rule = getattr(rules, name)
+        yield Call(f"fd.participation.{name}", rule, arguments, declared(rule) | kinds)
     fields = {"select": function(5), "most": function(2), "init": function(2), "distinct": flag(), "name": only(str)}
     fields |= {"observe": optional(function(3)), "available": optional(function(4)), "expected": optional(function(2))}
     fields["weights"] = choice("algorithm", "uniform")
@@ -1059,22 +1072,26 @@ def shifts() -> Iterator[Call]:
     shift, swap = fd.shift, fd.shift.permute_labels(0, [(0, 1)])
     no_array = [*NOTHING, *TEXTS, *THINGS, {"a": 1}, {1}, RAGGED]
     by = Kind([*no_array, [np.nan], [[0.5]], [True], [None]], ["client", "all", [0.5, 1], jnp.ones(3)])
-    finite = Kind([*NO_NUMBER], [0, -1, np.float32(0.5)])
     pairs = Kind([*no_array, 3, 0.5, [0, 1], [(0, 0)], [(0, 1), (1, 2)], [(-1, 2)], [(0.5, 1)]], [[(0, 2)], ((0, 1),)])
     rounds = Kind([*no_array, 0.5, -1, [-1], [[None]], True], [3, [2, 5], np.int64(2), jnp.array([1])])
     one = {"shift": Kind(function(5).nonsense + [int, shift.rotate, shift.none], [lambda key, t, i, x, y: (x, y)])}
     for name, arguments, kinds in (
-        ("gaussian_noise", {"sigma": 1.0}, {"sigma": nonnegative(), "by": by}),
-        ("rotate", {"degrees": 45.0}, {"degrees": finite, "by": by}),
-        ("brightness", {"amount": 0.5}, {"amount": finite, "by": by}),
-        ("blur", {"sigma": 1.0}, {"sigma": nonnegative(), "by": by}),
+        ("gaussian_noise", {"sigma": 1.0}, {"by": by}),
+        ("rotate", {"degrees": 45.0}, {"by": by}),
+        ("brightness", {"amount": 0.5}, {"by": by}),
+        ("blur", {"sigma": 1.0}, {"by": by}),
         ("permute_labels", {"at": 0, "pairs": [(0, 1)]}, {"at": rounds, "pairs": pairs}),
-        ("rotate_over_time", {"degrees_per_round": 1.0}, {"degrees_per_round": finite, "most": optional(positive())}),
-        ("sudden", {"at": 1.0, "shift": swap}, {"at": nonnegative(), **one}),
-        ("gradual", {"begin": 1.0, "end": 2**30, "shift": swap}, {"begin": nonnegative(), **one}),
-        ("recurring", {"period": 1.0, "shift": swap}, {"period": positive(), **one}),
+        ("rotate_over_time", {"degrees_per_round": 1.0}, {}),
+        ("sudden", {"at": 1.0, "shift": swap}, one),
+        (
+            "gradual",
+            {"begin": 1.0, "end": 2**30, "shift": swap},
+            one | {"end": Kind(declared(shift.gradual)["end"].nonsense)},
+        ),
+        ("recurring", {"period": 1.0, "shift": swap}, one),
     ):
-        yield Call(f"fd.shift.{name}", getattr(shift, name), arguments, kinds)
+        factory = getattr(shift, name)
+        yield Call(f"fd.shift.{name}", factory, arguments, declared(factory) | kinds)
     plain = [value for value in no_array if not callable(value)]
     weights = Kind([*plain, 3, [1.0, 2.0], [-1.0], [0.0], [np.nan]], [[1], (0.5,), jnp.ones(1), lambda t: [t]])
     yield Call("fd.shift.mixture", lambda weights: shift.mixture(weights, swap), {"weights": [1]}, {"weights": weights})
@@ -1088,20 +1105,19 @@ def shifts() -> Iterator[Call]:
 
 def codecs() -> Iterator[Call]:
     compression, fedavg = fd.compression, fd.algorithms.fedavg()
-    fraction = Kind([*NO_NUMBER, 0, -1, 1.5], [1, 0.5, np.float32(0.1)])
     floats = dtype("float16", jnp.bfloat16, np.dtype("f4"))
     floats = floats._replace(nonsense=[*floats.nonsense, int, None, "int8"])
     for name, arguments, kinds in (
-        ("top_k", {"fraction": 0.5}, {"fraction": fraction}),
-        ("random_k", {"fraction": 0.5}, {"fraction": fraction, "scale": flag()}),
-        ("qsgd", {"levels": 4}, {"levels": integer(1, 2**20)}),
-        ("sign", {}, {"scale": choice("l1", "none")}),
+        ("top_k", {"fraction": 0.5}, {}),
+        ("random_k", {"fraction": 0.5}, {}),
+        ("qsgd", {"levels": 4}, {}),
+        ("sign", {}, {}),
         ("cast", {}, {"dtype": floats}),
     ):
-        yield Call(f"fd.compression.{name}", getattr(compression, name), arguments, kinds)
+        factory = getattr(compression, name)
+        yield Call(f"fd.compression.{name}", factory, arguments, declared(factory) | kinds)
     top_k = compression.top_k(0.5)
-    kinds = {"base": only(fd.Algorithm), "codec": only(type(top_k)), "error_feedback": flag()}
-    kinds["parts"] = choice("all", "params")
+    kinds = declared(compression.compressed) | {"base": only(fd.Algorithm), "codec": only(type(top_k))}
     yield Call("fd.compression.compressed", compression.compressed, {"base": fedavg, "codec": top_k}, kinds)
     wrong = [lambda key, x: x, lambda key, x: (x, x), lambda key, x: (x[:1], 1), lambda x: (x, 1)]
     send = {"send": Kind([*[v for v in ANYTHING if not callable(v)], *wrong], [lambda key, x: (x / 2, 1)])}
@@ -1114,9 +1130,8 @@ def codecs() -> Iterator[Call]:
 
 def clocks() -> Iterator[Call]:
     pair = Kind([*[v for v in ANYTHING if not isinstance(v, tuple)], (1,), (1, -1), ("a", 1)], [(1, 2), [0, 0.5]])
-    kinds = {"concurrency": integer(), "staleness": choice("constant", "polynomial", "hinge"), "hinge": pair}
-    kinds |= {"exponent": nonnegative(), "max_staleness": integer(0), "mixes": choice("updates", "models")}
-    yield Call("fd.clock.asynchronous", fd.clock.asynchronous, {"concurrency": 3}, kinds)
+    asynchronous = fd.clock.asynchronous
+    yield Call("fd.clock.asynchronous", asynchronous, {"concurrency": 3}, declared(asynchronous) | {"hinge": pair})
     speed = positive()
     fine = [value for value in CONTAINERS + UNREAL if value is not None]
     wrong = [value for value in speed.nonsense if not any(value is each for each in fine)]
@@ -1138,7 +1153,7 @@ def clocks() -> Iterator[Call]:
         {1},
     ]
     speed = speed._replace(nonsense=wrong, odd=[*speed.odd, [0.5, 1.0, 2], (1, 2, 3), np.ones(3)])
-    kinds = {"speed_spread": nonnegative(), **dict.fromkeys(("up", "down", "seconds_per_step"), speed)}
+    kinds = declared(fd.Devices) | dict.fromkeys(("up", "down", "seconds_per_step"), speed)
     yield Call("fd.Devices", fd.Devices, {}, kinds)
 
     def timed(concurrency: Any = 3, up: Any = 1.0, **fields: Any) -> fd.Simulation:
@@ -1161,14 +1176,13 @@ def clocks() -> Iterator[Call]:
 
 
 def others() -> Iterator[Call]:
-    yield Call("fd.aggregation.clipped", fd.aggregation.clipped, {}, {"norm": positive()})
-    kinds = {"clip_norm": positive(), "noise_multiplier": nonnegative()}
+    clipped, private, ftrl = fd.aggregation.clipped, fd.aggregation.private, fd.aggregation.private_ftrl
+    yield Call("fd.aggregation.clipped", clipped, {"norm": 1.0}, declared(clipped))
     valid = {"clip_norm": 1.0, "noise_multiplier": 1.0}
-    ftrl = kinds | {"restart_every": integer()}
-    yield Call("fd.aggregation.private_ftrl", fd.aggregation.private_ftrl, valid | {"restart_every": 4}, ftrl)
-    kinds |= {"target_quantile": optional(probability()), "clip_lr": positive()}
-    yield Call("fd.aggregation.private", fd.aggregation.private, valid, kinds)
-    private = {"sampling": "bernoulli", "aggregation": fd.aggregation.private(1.0, 1.0)}
+    yield Call("fd.aggregation.private_ftrl", ftrl, valid | {"restart_every": 4}, declared(ftrl))
+    kinds = {name: kind for name, kind in declared(private).items() if name != "count_stddev"}  # it needs a quantile
+    yield Call("fd.aggregation.private", private, valid, kinds)
+    private = {"sampling": "bernoulli", "aggregation": private(1.0, 1.0)}
     sim = fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), cohort_size=2, **private)
     kinds = {
         "sim": only(fd.Simulation),

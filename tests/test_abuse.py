@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ DATA = fd.FederatedData.from_clients([(X[:3], Y[:3]), (X[3:4], Y[3:4]), (X[4:], 
 @pytest.mark.parametrize("family", abuse.FAMILIES)
 def test_awkward_arguments_have_no_wrong_outcome(family, cases) -> None:
     assert not [str(outcome) for outcome in abuse.abused(family, cases) if outcome.wrong]
+
+
+def test_declared_arguments_are_refused_alone_and_in_pairs(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert not [*abuse.accepts(3, random.Random(0))]
+    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.thorough
@@ -78,20 +85,6 @@ METAVARS = ("DIR", "FILE", "OUTPUT")  # of the flags that can be paths
 RECORD = abuse.HISTORY[0] | {"sharpness": 1.0, "hessian_trace": 1.0}
 
 
-def public(name: str, module: Any) -> Iterator[tuple[str, Callable]]:
-    """Yields the public functions and classes of a module, and the methods of its classes, with their names."""
-    for attribute, value in inspect.getmembers(module):
-        if attribute.startswith("_") or not getattr(value, "__module__", module.__name__).startswith("fedjax_drift"):
-            continue
-        if inspect.ismodule(value) and value.__name__.startswith("fedjax_drift"):
-            yield from public(f"{name}.{attribute}", value)
-        elif inspect.isclass(value) or inspect.isfunction(value):
-            yield f"{name}.{attribute}", value
-            if inspect.isclass(value):
-                methods = inspect.getmembers(value, inspect.isfunction)
-                yield from ((f"{name}.{attribute}.{m}", method) for m, method in methods if not m.startswith("_"))
-
-
 def test_every_function_refuses_the_address_of_an_object_store(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     sim = fd.Simulation(fd.models.linear((3,), 3), DATA, fd.algorithms.fedavg(), cohort_size=2)
@@ -112,7 +105,7 @@ def test_every_function_refuses_the_address_of_an_object_store(tmp_path, monkeyp
     }
     arguments = [
         (name, function, argument)
-        for name, function in dict(public("fd", fd)).items()
+        for name, function in dict(abuse.public("fd", fd)).items()
         for argument, parameter in parameters(function).items()
         if any(word in str(parameter.annotation) for word in ANNOTATIONS)
     ]

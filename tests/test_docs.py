@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import abuse
 import jax
 import pytest
 
@@ -335,3 +336,24 @@ def test_notebooks_run(path, monkeypatch) -> None:
 def pictures(notebook) -> int:
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     return sum("image/png" in output.get("data", {}) for output in outputs)
+
+
+RANGE = re.compile(r"(?<![\w)])(>=? \d+|in \[0, 1\)|in \(0, 1\]|in 0\.\.1)(?![\w.*^])")
+
+
+def test_docstrings_and_declarations_have_the_same_ranges() -> None:
+    """A range in the first sentence about an argument is the one that is checked."""
+    compared, wrong = 0, []
+    for name, function in abuse.public("fd", fd):
+        arguments = function.declared.arguments if hasattr(function, "declared") else {}
+        for found in re.finditer(r"^  ([\w, ]+): (.+(?:\n    .+)*)", inspect.getdoc(function) or "", re.MULTILINE):
+            said = RANGE.search(found[2].partition(". ")[0].replace("in [0, 1]", "in 0..1"))
+            for argument in found[1].split(", "):
+                declared = arguments[argument].spec if argument in arguments else None
+                if said and declared and declared.allowed and declared.kind in ("number", "integer"):
+                    allowed = re.sub(r"^a (finite )?(number|probability) |\.\.\d{2,}$", "", declared.allowed)
+                    compared += 1
+                    if allowed not in (said[1], said[1].replace(">= ", "in ")):
+                        wrong.append(f"{name}({argument}): {said[1]} in the docstring, {declared.allowed} is checked")
+    assert not wrong
+    assert compared > 100

@@ -28,7 +28,7 @@ def _speed(endless: bool) -> spec.Spec:
             return math.inf
         return checks.positive(name, value, fix)
 
-    return spec.Spec(check, "number", (0.5, (0.5, 1)), (0, -1, (0.5, 0)))
+    return spec.Spec(check, "speeds", (0.5, (0.5, 1)), (0, -1, (0.5, 0)))
 
 
 @dataclass(frozen=True, repr=False)
