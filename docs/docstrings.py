@@ -34,6 +34,11 @@ class AsWritten(griffe.Extension):
             text = f"```text\n{text}\n```"
         obj.docstring.value = DOCTEST.sub(lambda found: f"```pycon\n{found[0].rstrip()}\n```\n", text)
 
+    def on_attribute(self, *, attr: griffe.Attribute, **_) -> None:
+        if attr.path == f"fedjax_drift.spec.{attr.name}" and hasattr(value := getattr(spec, attr.name), "__metadata__"):
+            of = value.__metadata__[0]
+            attr.docstring = griffe.Docstring(f"{of.kind}, {of.allowed}".rstrip(", "), parent=attr)
+
     def on_function(self, *, func: griffe.Function, **_) -> None:
         if func.docstring is None or func.name.startswith("_"):
             return
