@@ -27,8 +27,11 @@ def recorded() -> list[tuple[str, str]]:
 def meaning(words: str) -> str:
     """A checksum of all settings of a command line, and of the identity of its simulations."""
     run = fd.parse_run(words)
+    settings = {name: value for name, value in run.config.items() if name not in ELSEWHERE}
+    if settings["train"]:
+        del settings["train"]["base"]  # a checksum of random parameters, which depend on XLA's options
     what = {
-        "config": {name: value for name, value in run.config.items() if name not in ELSEWHERE},
+        "config": settings,
         "identities": {name: _plain(sim.specification.identity) for name, sim in run.simulations.items()},
         "rounds": [run.rounds, run.eval_every, run.measure_every, run.seed],
     }
@@ -36,8 +39,9 @@ def meaning(words: str) -> str:
 
 
 def _plain(identity: dict[str, Any]) -> dict[str, Any]:
-    """The entries without checksums of arrays, and without the names of optax's functions."""
-    kept = {k: v for k, v in identity.items() if k != COMPUTATION and not k.startswith("local.optimizer")}
+    """The entries without checksums of arrays and names of other packages. (The settings have the model.)"""
+    left_out = (COMPUTATION, "model", "local.optimizer")
+    kept = {k: v for k, v in identity.items() if not k.startswith(left_out)}
     return {k: v.partition(", crc32")[0] if isinstance(v, str) else v for k, v in kept.items()}
 
 
