@@ -77,26 +77,6 @@ def refuse(what: str, got: Any, fix: str = "", cause: Exception | None = None) -
     raise error
 
 
-def positive(name: str, value: Any, fix: str = "", computed: bool = True) -> float:
-    """Returns the value as a float. Raises ValueError unless it is a finite number > 0."""
-    return number(name, value, "a finite number > 0", lambda v: v > 0, fix, computed)
-
-
-def nonnegative(name: str, value: Any, fix: str = "", computed: bool = True) -> float:
-    """Returns the value as a float. Raises ValueError unless it is a finite number >= 0."""
-    return number(name, value, "a finite number >= 0", lambda v: v >= 0, fix, computed)
-
-
-def fraction(name: str, value: Any, fix: str = "") -> float:
-    """Returns the value as a float. Raises ValueError unless it is in [0, 1)."""
-    return number(name, value, "in [0, 1)", lambda v: 0 <= v < 1, fix)
-
-
-def probability(name: str, value: Any) -> float:
-    """The value as a float; ValueError unless it is in 0..1."""
-    return number(name, value, "a probability in 0..1", lambda v: 0 <= v <= 1)
-
-
 def target(name: str, value: Any, metric: str) -> float:
     """Returns the target of a metric as a float. Raises ValueError unless it is a finite number, and in 0..1 if the
     name of the metric ends in "accuracy"."""

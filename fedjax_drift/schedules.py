@@ -7,6 +7,7 @@ compiled program, and its values are not arguments of the program.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -33,12 +34,11 @@ def checked(name: str, schedule: Any) -> Any:
     return schedule
 
 
-POSITIVE = spec.Spec(
-    lambda name, value, fix: checked(name, value) if is_schedule(value) else checks.positive(name, value, fix),
-    "number",
-    (0.5,),
-    (0, -1),
-)
+def _rate(name: str, value: Any, fix: str) -> Any:
+    return checked(name, value) if is_schedule(value) else spec.POSITIVE.check(name, value, fix)
+
+
+POSITIVE = replace(spec.POSITIVE, check=_rate)  # a number > 0, or a schedule
 
 
 def made(declared: spec.Declared, given: dict[str, Any], of_a_round: Sequence[str]) -> Any:

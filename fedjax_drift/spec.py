@@ -123,8 +123,8 @@ def array(allowed: str, ok: Callable[[np.ndarray], Any]) -> Spec:
     def check(name: str, value: Any, fix: str) -> np.ndarray:
         result = checks.array(name, value)
         if not ok(result):
-            numbers = result.size and result.dtype.kind in "fiu"
-            values = f" with values from {result.min():g} to {result.max():g}" if numbers else ""
+            real = result.size and result.dtype.kind in "fiu"
+            values = f" with values from {result.min():g} to {result.max():g}" if real else ""
             checks.refuse(f"{name} must be {allowed}", f"{result.dtype}{[*result.shape]}{values}", fix)
         return result
 
@@ -159,10 +159,15 @@ def _choice(allowed: tuple[str, ...]) -> Spec:
     return Spec(lambda name, value, fix: checks.choice(name, value, allowed), "word", allowed)
 
 
-Positive = Annotated[float, number("a finite number > 0", lambda v: v > 0, (0.5,), (0, -1))]
-NonNegative = Annotated[float, number("a finite number >= 0", lambda v: v >= 0, (0, 0.5), (-1,))]
+POSITIVE = number("a finite number > 0", lambda v: v > 0, (0.5,), (0, -1))
+NONNEGATIVE = number("a finite number >= 0", lambda v: v >= 0, (0, 0.5), (-1,))
+FRACTION = number("in [0, 1)", lambda v: 0 <= v < 1, (0, 0.5), (1, -0.1))
+INSIDE = number("in (0, 1)", lambda v: 0 < v < 1, (0.5,), (0, 1), computed=False)
+
+Positive = Annotated[float, POSITIVE]
+NonNegative = Annotated[float, NONNEGATIVE]
 Finite = Annotated[float, number("finite", lambda v: True, (0, -1), ())]
-Fraction = Annotated[float, number("in [0, 1)", lambda v: 0 <= v < 1, (0, 0.5), (1, -0.1))]
+Fraction = Annotated[float, FRACTION]
 Share = Annotated[float, number("in (0, 1]", lambda v: 0 < v <= 1, (0.5, 1), (0, 1.5))]
 Mix = Annotated[float, number("in 0..1", lambda v: 0 <= v <= 1, (0, 1), (-0.1, 1.5))]
 Probability = Annotated[float, number("a probability in 0..1", lambda v: 0 <= v <= 1, (0, 1), (-0.1, 1.5))]
@@ -312,6 +317,6 @@ def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
     if not isinstance(annotation, str):
         return annotation
     try:
-        return eval(annotation, dict(names))
+        return eval(annotation, names)
     except Exception:  # a user's own annotation may be anything
         return None

@@ -115,10 +115,6 @@ def nonnegative() -> Kind:
     return Kind([*NO_NUMBER, -1, -0.5, 1e-50, 1e39, -(2**40)], [0, 0.0, np.float32(0.5), np.uint8(1), Fraction(1, 3)])
 
 
-def fraction() -> Kind:
-    return Kind([*NO_NUMBER, 1, 1.0, -0.1, 2, 1e-50, np.int64(2**32)], [0, 0.0, np.float32(0.5), Fraction(1, 3)])
-
-
 def probability() -> Kind:
     return Kind([*NO_NUMBER, 1.5, -0.1, 2, 1e39], [0, 1, np.float32(0.5), Fraction(1, 3)])
 

@@ -10,7 +10,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import numpy as np
 import optax
@@ -27,6 +27,7 @@ from fedjax_drift.measures.drift import MEASURES
 from fedjax_drift.models import MODELS, TRAINED
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.simulation.simulation import Simulation
+from fedjax_drift.spec import Count, NonNegative, Positive, checked, integer
 
 SPEC = "NAME[:key=value,...]"
 SWITCH = {"auto": None, "yes": True, "no": False}  # the meaning of auto depends on the flag
@@ -140,23 +141,25 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-def cosine(init_value: float, decay_steps: int, alpha: float = 0.0) -> optax.Schedule:
+@checked
+def cosine(init_value: float, decay_steps: Count, alpha: NonNegative = 0.0) -> optax.Schedule:
     """Returns a cosine decay to ``alpha`` times the learning rate, within ``decay_steps`` rounds."""
-    steps, alpha = checks.integer("decay_steps", decay_steps, 1), checks.nonnegative("alpha", alpha)
-    return optax.cosine_decay_schedule(init_value, steps, alpha)
+    return optax.cosine_decay_schedule(init_value, decay_steps, alpha)
 
 
-def step(init_value: float, every: int, factor: float = 0.1) -> optax.Schedule:
+@checked
+def step(init_value: float, every: Count, factor: Positive = 0.1) -> optax.Schedule:
     """Returns a schedule that multiplies the learning rate by ``factor`` after every ``every`` rounds."""
-    every, factor = checks.integer("every", every, 1), checks.positive("factor", factor)
     return optax.exponential_decay(init_value, every, factor, staircase=True)
 
 
-def warmup_cosine(init_value: float, warmup_steps: int, decay_steps: int, end_value: float = 0.0) -> optax.Schedule:
+@checked
+def warmup_cosine(
+    init_value: float, warmup_steps: int, decay_steps: Annotated[int, integer(2)], end_value: NonNegative = 0.0
+) -> optax.Schedule:
     """Returns a linear warm-up from 0 to ``init_value``, and then a cosine decay. decay_steps: of both together."""
-    steps = checks.integer("decay_steps", decay_steps, 2)
-    warmup, end = checks.integer("warmup_steps", warmup_steps, 1, steps - 1), checks.nonnegative("end_value", end_value)
-    return optax.warmup_cosine_decay_schedule(0.0, init_value, warmup, steps, end)
+    warmup = checks.integer("warmup_steps", warmup_steps, 1, decay_steps - 1)
+    return optax.warmup_cosine_decay_schedule(0.0, init_value, warmup, decay_steps, end_value)
 
 
 SCHEDULES: dict[str, Callable[..., Any]] = {"cosine": cosine, "step": step, "warmup_cosine": warmup_cosine}
@@ -210,9 +213,9 @@ def add_parameters(group: Any, of: type, *names: str) -> None:
     """
     described = re.findall(r"^  (\w+): (.+(?:\n    .+)*)", inspect.getdoc(of) or "", re.MULTILINE)
     texts = {name: " ".join(text.replace("``", "").replace("None:", "Default:").split()) for name, text in described}
-    known = readers(of)
+    known, parameters = readers(of), inspect.signature(of).parameters
     for name in names or known:
-        (read, metavar), default = known[name], inspect.signature(of).parameters[name].default
+        (read, metavar), default = known[name], parameters[name].default
         add(group, f"--{name.replace('_', '-')}", metavar, texts.get(name, "").rstrip("."), read, default)
 
 

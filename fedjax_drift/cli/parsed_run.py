@@ -34,6 +34,7 @@ from fedjax_drift.round import aggregation
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.run_folder import file_name
 from fedjax_drift.simulation.simulation import Simulation
+from fedjax_drift.spec import FRACTION, NONNEGATIVE
 from fedjax_drift.storage.checkpoint import versions
 from fedjax_drift.types import Algorithm, Needs, Params
 
@@ -341,13 +342,13 @@ def _model_spec(args: argparse.Namespace, data: FederatedData) -> Spec:
     return spec.using(**known)
 
 
-def _optimizer(spec: Spec) -> optax.GradientTransformation:
+def _optimizer(given: Spec) -> optax.GradientTransformation:
     """Returns the optimizer. optax does not check its options."""
-    for name, value in spec.options.items():
+    for name, value in given.options.items():
         if not isinstance(value, bool):
-            check = checks.fraction if name in ("b1", "b2", "decay", "beta", "momentum") else checks.nonnegative
-            check(f"optimizer {spec.name}: {name}", value)
-    return spec.make()
+            allowed = FRACTION if name in ("b1", "b2", "decay", "beta", "momentum") else NONNEGATIVE
+            allowed.check(f"optimizer {given.name}: {name}", value, "")
+    return given.make()
 
 
 def _aggregation(args: argparse.Namespace) -> aggregation.Aggregation | None:

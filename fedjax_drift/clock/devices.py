@@ -26,7 +26,7 @@ def _speed(endless: bool) -> spec.Spec:
         scalar = checks.one_in(value)
         if endless and isinstance(scalar, float) and scalar == math.inf:
             return math.inf
-        return checks.positive(name, value, fix)
+        return spec.POSITIVE.check(name, value, fix)
 
     return spec.Spec(check, "speeds", (0.5, (0.5, 1)), (0, -1, (0.5, 0)))
 

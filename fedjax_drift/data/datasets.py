@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, spec
 from fedjax_drift.data import (
     agnews,
     bindingdb,
@@ -239,7 +239,7 @@ def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
         elif option in record.lowest:
             checked[option] = checks.integer(option, value, record.lowest[option])
         elif option in record.spreads:
-            checked[option] = checks.nonnegative(option, value, "it is a standard deviation, for example 1.0")
+            checked[option] = spec.NONNEGATIVE.check(option, value, "it is a standard deviation, for example 1.0")
         else:
             checks.flag(option, value)
     if checked.get("num_classes") is not None:

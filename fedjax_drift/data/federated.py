@@ -24,7 +24,6 @@ from fedjax_drift.shift.time import chain
 from fedjax_drift.spec import Amount, Count, CountOrZero, Fix, Seed, Shape, Text, checked
 
 Alpha = Annotated[Amount, Fix("0.01 splits very unevenly, 100 almost evenly; None splits evenly")]
-HeldOut = spec.number("in (0, 1)", lambda v: 0 < v < 1, (0.5,), (0, 1), computed=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -394,7 +393,7 @@ class FederatedData:
     @checked
     def with_validation(
         self,
-        share: Annotated[float, HeldOut, Fix("0.1 holds out a tenth of the examples of each client")] = 0.1,
+        share: Annotated[float, spec.INSIDE, Fix("0.1 holds out a tenth of the examples of each client")] = 0.1,
         seed: Seed = 0,
     ) -> FederatedData:
         """Returns the same clients with a part of their training examples held out, which replaces the test set.
@@ -428,7 +427,7 @@ class FederatedData:
 
     @checked
     def with_validation_clients(
-        self, share: Annotated[float, HeldOut, Fix("0.1 holds out a tenth of the clients")] = 0.1, seed: Seed = 0
+        self, share: Annotated[float, spec.INSIDE, Fix("0.1 holds out a tenth of the clients")] = 0.1, seed: Seed = 0
     ) -> FederatedData:
         """Returns the data without some of the clients, whose training examples replace the test set.
 
@@ -522,3 +521,6 @@ def _check_classes(y: np.ndarray, needs: str, several: bool = False) -> None:
         checks.refuse(what, f"{y.dtype}{list(y.shape)}")
     if y.min() < 0:
         checks.refuse(f"{needs} labels >= 0", y.min(), "number the classes from 0")
+
+
+GivenData = Annotated[FederatedData, spec.instance(FederatedData), Fix("pass sim.data, for example")]

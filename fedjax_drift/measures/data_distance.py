@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_drift import checks, reprs, spec
-from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.spec import Count, Fix, Seed, checked
+from fedjax_drift import checks, reprs
+from fedjax_drift.data.federated import FederatedData, GivenData
+from fedjax_drift.spec import Count, Seed, checked
 
 Distance = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of distributions p [n, C] and q [n, C] or [1, C] -> [n]
 CHUNK = 2**16  # the pairs of clients, or the examples, in one step
@@ -36,7 +36,7 @@ class Distances(NamedTuple):
 
 @checked
 def distances(
-    data: Annotated[FederatedData, spec.instance(FederatedData), Fix("pass sim.data, for example")],
+    data: GivenData,
     ground: Any = None,
     embedding: Any = None,
     *,

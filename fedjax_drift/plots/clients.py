@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedjax_drift import checks
-from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.data.federated import FederatedData, GivenData
 from fedjax_drift.measures.data_distance import distances
 from fedjax_drift.measures.personal import summary
 from fedjax_drift.plots.canvas import (
@@ -27,7 +27,7 @@ from fedjax_drift.plots.canvas import (
 )
 from fedjax_drift.plots.lines import Line
 from fedjax_drift.plots.looks import COLOURS, fill, ink
-from fedjax_drift.plots.style import DEFAULT, AnyStyle, Data
+from fedjax_drift.plots.style import DEFAULT, AnyStyle
 from fedjax_drift.records import History, by_run, measured, numbers
 from fedjax_drift.spec import Share, Text, checked
 
@@ -154,7 +154,7 @@ def label_mix(
 
 
 @checked
-def federation(data: Data, path: FilePath = None, *, style: AnyStyle = DEFAULT) -> Figure:
+def federation(data: GivenData, path: FilePath = None, *, style: AnyStyle = DEFAULT) -> Figure:
     """Plots the number of training examples of all clients and, for integer labels, their label distributions.
 
     The label distributions are shown for at most 50 clients, whose ids are evenly spaced. They need one label per

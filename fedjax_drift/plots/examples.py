@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedjax_drift import checks
+from fedjax_drift.data.federated import GivenData
 from fedjax_drift.plots.canvas import FilePath, finished, new_figure
-from fedjax_drift.plots.style import DEFAULT, AnyStyle, Data
+from fedjax_drift.plots.style import DEFAULT, AnyStyle
 from fedjax_drift.spec import Count, checked
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ MOST_IMAGES = 600
 
 @checked
 def examples(
-    data: Data,
+    data: GivenData,
     clients: Sequence[int | str] | None = None,
     rounds: Sequence[int] = (0,),
     each: Count = 6,

@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from fedjax_drift import checks
+from fedjax_drift.data.federated import GivenData
 from fedjax_drift.plots.canvas import (
     MEASURE,
     FilePath,
@@ -20,7 +21,7 @@ from fedjax_drift.plots.canvas import (
 from fedjax_drift.plots.clients import draw_label_mixes
 from fedjax_drift.plots.lines import by_round
 from fedjax_drift.plots.looks import look
-from fedjax_drift.plots.style import DEFAULT, AnyStyle, Data
+from fedjax_drift.plots.style import DEFAULT, AnyStyle
 from fedjax_drift.plots.training import CLIENT_DRIFT, bar_labels, draw_bars, height_of_bars
 from fedjax_drift.records import Records, by_run, rounds_to_target
 from fedjax_drift.spec import checked
@@ -34,7 +35,7 @@ MARKERS_PER_LINE = 12
 
 @checked
 def drift_story(
-    records: Records, target: float, data: Data, path: FilePath = None, *, style: AnyStyle = DEFAULT
+    records: Records, target: float, data: GivenData, path: FilePath = None, *, style: AnyStyle = DEFAULT
 ) -> Figure:
     """Plots client drift, and how much is gained by correcting it, in four panels.
 

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Annotated, Literal
 
 from fedjax_drift import spec
-from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.spec import Amount, Count, Fix
 
 Band = Literal["interval", "deviation", "range"]
@@ -41,4 +40,3 @@ class Style:
 
 DEFAULT = Style()
 AnyStyle = Annotated[Style, spec.instance(Style), Fix("pass fd.plots.Style(smooth=..., band=..., figsize=...)")]
-Data = Annotated[FederatedData, spec.instance(FederatedData), Fix("pass sim.data, for example")]

@@ -310,7 +310,7 @@ class Sampled(Protocol):
 Rounds = Annotated[int, spec.integer(1, 10**6), Fix("more rounds need too much memory")]
 Delta = Annotated[
     float,
-    spec.number("in (0, 1)", lambda v: 0 < v < 1, (0.5,), (0, 1), computed=False),
+    spec.INSIDE,
     Fix("choose less than 1 / number of clients"),
 ]
 
