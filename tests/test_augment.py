@@ -130,7 +130,11 @@ def test_evaluation_and_full_gradients_do_not_augment() -> None:
     "augment, words",
     [
         ("flip", "augment must be a function"),
-        (lambda x: x, "augment must be a function .key, x. -> x of one example, float32.6, 5, 2., got one that fails"),
+        (lambda x: x, "augment must be a function .key, example. -> example, got <lambda>.x."),
+        (
+            lambda key, x: x + x[0, 0, 5:],
+            "augment must be a function .key, x. -> x of one example, float32.6, 5, 2., got one that fails",
+        ),
         (
             lambda key, x: x[1:],
             "augment must keep the shape and the dtype of an example, float32.6, 5, 2., got float32.5",
