@@ -195,6 +195,12 @@ class Argument(NamedTuple):
     others: tuple[Any, ...] = ()  # None and the words that are allowed besides
     number: bool = False  # whether it is a number of a compiled program
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words that are allowed."""
+        several = self.spec.right if self.spec and self.spec.kind == "word" else ()
+        return tuple(word for word in (*several, *self.others) if isinstance(word, str))
+
     def check(self, name: str, value: Any) -> Any:
         """The value, as Python's own type. Raises ConfigurationError unless it is allowed."""
         simple = value is None or isinstance(value, str)  # an array has no single ==

@@ -111,14 +111,6 @@ def positive() -> Kind:
     return Kind([*NO_NUMBER, 0, -1, -0.5, 0.0, 1e-50, 1e39, -1e39, 2**200], sound)
 
 
-def nonnegative() -> Kind:
-    return Kind([*NO_NUMBER, -1, -0.5, 1e-50, 1e39, -(2**40)], [0, 0.0, np.float32(0.5), np.uint8(1), Fraction(1, 3)])
-
-
-def probability() -> Kind:
-    return Kind([*NO_NUMBER, 1.5, -0.1, 2, 1e39], [0, 1, np.float32(0.5), Fraction(1, 3)])
-
-
 INTEGERS = (np.int64(2), np.uint8(2), np.array(2), jnp.int32(2))
 
 
@@ -190,6 +182,14 @@ def kind_of(argument: spec.Argument) -> Kind:
     free = argument.others
     nonsense = [v for v in kind.nonsense if not (v is None and None in free) and not (isinstance(v, str) and v in free)]
     return kind._replace(nonsense=nonsense, odd=[*kind.odd, *free])
+
+
+def of(function: Callable[..., Any], valid: dict[str, Any] | None = None, **kinds: Kind) -> Call:
+    """A call of a function with the kinds that it declares. kinds: of its other arguments, or in place of those."""
+    kinds = {
+        name: kind for name, kind in (declared(function) | kinds).items() if any(kind[:3]) or kind.like is not None
+    }
+    return Call(f"fd.{function.__qualname__}", function, valid or {}, kinds)
 
 
 def public(name: str, module: Any) -> Iterator[tuple[str, Callable]]:
@@ -341,19 +341,18 @@ def algorithms() -> Iterator[Call]:
         "models": Kind([value for value in NO_NUMBER if not isinstance(value, list | tuple)] + [0, -1, 1.5], [1, 2]),
     }
     required = {"mu": 0.1, "alpha": 0.1, "beta": 0.5, "server_lr": 0.1}
-    for name, factory in fd.algorithms.ALGORITHMS.items():
-        options = inspect.signature(factory).parameters
-        kinds = declared(factory) | {option: kind for option, kind in own.items() if option in options}
-        yield Call(f"fd.algorithms.{name}", factory, {n: v for n, v in required.items() if n in options}, kinds)
+    for factory in fd.algorithms.ALGORITHMS.values():
+        takes = inspect.signature(factory).parameters
+        given, special = ({n: v for n, v in values.items() if n in takes} for values in (required, own))
+        yield of(factory, given, **special)
 
 
 def local_training() -> Iterator[Call]:
-    kinds = declared(fd.LocalTraining) | {"direction": optional(Kind(ANYTHING))}  # it needs an optimizer
-    kinds["optimizer"] = optional(only(optax.GradientTransformation))
-    yield Call("fd.LocalTraining", fd.LocalTraining, {}, kinds)
-    valid = {"optimizer": optax.scale_by_adam(), "lr": 1}
-    of_optimizer = {"direction": optional(choice("ascent", "descent"))}
-    yield Call("fd.LocalTraining with an optimizer", fd.LocalTraining, valid, of_optimizer)
+    optimizer = optional(only(optax.GradientTransformation))
+    yield of(
+        fd.LocalTraining, direction=optional(Kind(ANYTHING)), optimizer=optimizer
+    )  # a direction needs an optimizer
+    yield of(fd.LocalTraining, {"optimizer": optax.scale_by_adam(), "lr": 1}, lr=Kind(), momentum=Kind())
 
 
 SCHEDULES: list[Any] = [
@@ -460,8 +459,8 @@ def simulation() -> Iterator[Call]:
         "mesh": optional(only(jax.sharding.Mesh)),
         "bank": Kind([value for value in ANYTHING if not isinstance(value, str)], ["device", "host", Path("x")], ["x"]),
     }
-    yield Call("fd.Failures", fd.Failures, {}, failures)
-    yield Call("fd.Placement", fd.Placement, {}, placement)
+    yield of(fd.Failures, **failures)
+    yield of(fd.Placement, **placement)
     too_many = failures["over_selection"].nonsense + [7.0]
     kinds = {
         **failures,
@@ -577,9 +576,9 @@ def built(lr: Any = 0.1, mu: Any = 0.1) -> fd.Simulation:
 
 
 def federated_data() -> Iterator[Call]:
-    of, data = OF_ALL_DATA, fd.FederatedData
+    of_all, data = OF_ALL_DATA, fd.FederatedData
     redeal = optional(dealing(), "evenly")
-    kinds = {"x": ROWS, "y": LABELS, "sizes": SIZES, "redeal": redeal, "client_names": NAMES, **of}
+    kinds = {"x": ROWS, "y": LABELS, "sizes": SIZES, "redeal": redeal, "client_names": NAMES, **of_all}
     valid = {"x": X, "y": Y, "sizes": [4, 4]}
     yield Call("fd.FederatedData", data, valid, kinds)
     x_test = ROWS._replace(odd=[jnp.asarray(X), X[:, ::-1], X.astype(">f4")])  # test inputs must have the dtype of X
@@ -601,7 +600,7 @@ def federated_data() -> Iterator[Call]:
     sound = [[(X, Y), pair] for pair in (*empty, *of_other_dtypes)] + [[pair, (X, Y)] for pair in empty]
     tests = without_none(Kind([*ANYTHING, [empty[0]] * 2, [(X, Y), ([], [1])]], sound, like=two))
     test = PAIR._replace(odd=[(X, Y), [jnp.asarray(X), Y.tolist()]])  # test inputs must have the dtype of X
-    of_clients = {"clients": clients, "test": test, "test_clients": tests, **of}
+    of_clients = {"clients": clients, "test": test, "test_clients": tests, **of_all}
     yield Call("fd.FederatedData.from_clients", data.from_clients, {"clients": two}, of_clients)
     none = [
         value for value in ANYTHING if not isinstance(value, (np.ndarray, jax.Array, range)) and value is not RAGGED
@@ -611,7 +610,7 @@ def federated_data() -> Iterator[Call]:
         [PARTS, tuple(PARTS), [[0], [1]], [range(2), range(3)]],
         like=PARTS,
     )
-    of_parts = {"x": ROWS, "y": LABELS, "parts": parts, "test": test, **of}
+    of_parts = {"x": ROWS, "y": LABELS, "parts": parts, "test": test, **of_all}
     valid = {"x": X, "y": Y, "parts": PARTS}
     yield Call("fd.FederatedData.from_partition", data.from_partition, valid, of_parts)
     test_parts = without_none(parts._replace(odd=[PARTS, tuple(PARTS)]))
@@ -620,22 +619,12 @@ def federated_data() -> Iterator[Call]:
     client = Kind([*NO_NUMBER, 3, -1, 2**40, "anna"], [0, np.int64(1), np.uint8(2)])
     yield Call("data.client", DATA.client, {}, {"i": client})
     yield Call("data.id_of", DATA.id_of, {}, {"name": Kind(ANYTHING)})
-    yield Call("data.redealt", DATA.redealt, {}, {"alpha": optional(dealing())})
-    yield Call("data.with_client_tests", DATA.with_client_tests, {}, {"seed": seed()})
-    share = Kind([*NO_NUMBER, 0, 1, 1.0, -0.1, 2, 1e-50], [0.9, np.float32(0.5), Fraction(1, 2)])
-    yield Call("data.with_validation_clients", DATA.with_validation_clients, {}, {"share": share, "seed": seed()})
-    yield Call("data.with_validation", DATA.with_validation, {"share": 0.5}, {"share": share, "seed": seed()})
+    for method in (DATA.redealt, DATA.with_client_tests, DATA.with_validation_clients):
+        yield of(method)
+    yield of(DATA.with_validation, {"share": 0.5})
     yield Call("data.decode", DATA.decode, {}, {"x": Kind(TEXTS, [X, X.tolist(), jnp.asarray(X)], NO_ARRAY)})
-    regimes = {
-        "x": ROWS,
-        "y": LABELS,
-        "num_clients": integer(1, 8),
-        "alpha": dealing(),
-        "seed": seed(),
-        "test": PAIR,
-        **of,
-    }
-    yield Call("fd.drift_regimes", fd.drift_regimes, {"x": X, "y": Y, "num_clients": 2, "alpha": 0.5}, regimes)
+    regimes = {"x": ROWS, "y": LABELS, "num_clients": integer(1, 8), "seed": seed(), "test": PAIR, **of_all}
+    yield of(fd.drift_regimes, {"x": X, "y": Y, "num_clients": 2, "alpha": 0.5}, **regimes)
 
 
 def seed() -> Kind:
@@ -649,47 +638,28 @@ def dealing() -> Kind:
 
 def partitions() -> Iterator[Call]:
     nested = [fd.partition.iid(2), fd.partition.long_tailed(fd.partition.dirichlet(2, alpha=0.5), 2)]
+    sizes = [v for v in ANYTHING if v is not None and not isinstance(v, tuple)]
     kinds = {
-        **dict.fromkeys(("num_clients", "per_client"), integer()),
-        "seed": seed(),
-        "size_sigma": Kind([*NO_NUMBER, -1, -0.5], [0, 1e-50, np.float32(0.5)]),
-        "alpha": dealing(),
-        "prior": choice("client", "global", "class"),
-        "min_size": optional(integer()),
-        "capped": Kind(flag().nonsense, [True]),
-        "sizes": optional(
-            Kind(
-                [v for v in ANYTHING if v is not None and not isinstance(v, tuple)],
-                ["linear", np.str_("square"), (3, 5), np.array([4, 4])],
-            )
-        ),
+        "sizes": optional(Kind(sizes, ["linear", np.str_("square"), (3, 5), np.array([4, 4])])),
         "weights": Kind(
             [*ANYTHING, np.ones((3, 2)), np.zeros((2, 3)), [[1, -1], [1, 1]], [[np.nan, 1], [1, 1]]],
             [np.ones((2, 3)), [[1, 0], [0, 1]], jnp.ones((2, 1))],
         ),
-        "min_per_label": integer(0),
         "partition": Kind([*ANYTHING, fd.partition.iid, lambda y, writer: [[0]]], [fd.partition.by_writer(), *nested]),
-        "imbalance": Kind([*NO_NUMBER, -1, 0, 0.5, 1 - 1e-9], [1, 1e300, np.float32(2), Fraction(3, 2), np.array(2)]),
     }
     y = Kind([*(value for value in LABELS.nonsense if value is not FEWER), Y / 2, Y[None]], LABELS.odd)
     any_writer = Kind(either=ANYTHING)
     writers = Kind([*ANYTHING, [0.5] * 8, [None] * 8, Y[:3]], [Y, Y.tolist(), list("abcdabcd")])
-    for make in (
-        fd.partition.iid,
-        fd.partition.dirichlet,
-        fd.partition.shards,
-        fd.partition.classes,
-        fd.partition.distribution,
-        fd.partition.by_writer,
-        fd.partition.long_tailed,
-    ):
-        takes = inspect.signature(make).parameters
-        valid = {"num_clients": 2, "alpha": 0.5, "per_client": 2, "weights": np.ones((2, len(np.unique(Y))))}
-        valid["partition"] = fd.partition.iid(2)
-        given = {name: value for name, value in valid.items() if name in takes}
-        yield Call(f"fd.partition.{make.__name__}", make, given, {name: kinds[name] for name in takes})
+    valid = {"num_clients": 2, "alpha": 0.5, "per_client": 2, "weights": np.ones((2, 3)), "partition": nested[0]}
+    for name in ("iid", "dirichlet", "shards", "classes", "distribution", "by_writer", "long_tailed"):
+        make = getattr(fd.partition, name)
+        given, special = (
+            {n: v for n, v in each.items() if n in inspect.signature(make).parameters} for each in (valid, kinds)
+        )
+        number = {"num_clients": Kind()} if name == "distribution" else {}  # as many as there are weights
+        yield of(make, given, **special, **number)
         writer = writers if make is fd.partition.by_writer else any_writer
-        yield Call(f"{make.__name__}(...)(y)", make(**given), {"y": Y, "writer": Y}, {"y": y, "writer": writer})
+        yield Call(f"{name}(...)(y)", make(**given), {"y": Y, "writer": Y}, {"y": y, "writer": writer})
 
 
 def datasets() -> Iterator[Call]:
@@ -701,26 +671,23 @@ def datasets() -> Iterator[Call]:
         "name": choice("synthetic"),
         "partition": without_none(Kind(nonsense, [None, few, fd.partition.long_tailed(few)], recipes)),
         "data_dir": optional(path()),
-        "standardize": optional(flag()),
-        "seed": seed(),
         **dict.fromkeys(("alpha", "beta"), spread),
         "num_clients": optional(integer()),
         "num_rows": optional(integer(2, sound=[np.int64(50)])),
         "variant": choice("feddyn", "fedprox"),
         **dict.fromkeys(("iid_sol", "iid_data"), optional(flag())),
+        "download": Kind(flag().nonsense, [False]),
     }
-    yield Call("fd.datasets.load", fd.datasets.load, {"name": "synthetic", "num_clients": 3}, kinds)
+    yield of(fd.datasets.load, {"name": "synthetic", "num_clients": 3}, **kinds)
     glyphs = {"num_writers": integer(sound=[np.int64(2)]), "num_classes": optional(integer(1, 62, [np.int64(10)]))}
     yield Call("load glyphs", fd.datasets.load, {"name": "glyphs", "num_writers": 2}, glyphs)
-    of_name = {"name": choice("mnist"), "data_dir": optional(path())}
-    yield Call("fd.datasets.locate", fd.datasets.locate, {"name": "mnist"}, of_name)
-    yield Call("fd.datasets.num_classes", fd.datasets.num_classes, {}, {"name": choice("mnist")})
-    yield Call("fd.datasets.describe", fd.datasets.describe, {}, {"data_dir": optional(path())})
+    yield of(fd.datasets.locate, {"name": "mnist"}, name=choice("mnist"), data_dir=optional(path()))
+    yield of(fd.datasets.num_classes, name=choice("mnist"))
+    yield of(fd.datasets.describe, data_dir=optional(path()))
     for read_folder in (fd.datasets.from_leaf, fd.datasets.from_pfllib, fd.datasets.from_niid_bench):
-        yield Call(f"fd.datasets.{read_folder.__name__}", read_folder, {}, {"folder": path()})
+        yield of(read_folder, {"folder": "nowhere"})
     for read in (fd.datasets.from_fedjax, fd.datasets.from_tff):
-        files = {"train": path(), "test": optional(path())._replace(odd=[])}
-        yield Call(f"fd.datasets.{read.__name__}", read, {"train": "nowhere"}, files)
+        yield of(read, {"train": "nowhere"}, test=Kind(path().nonsense[1:]))
 
 
 class Pairs:
@@ -813,23 +780,21 @@ def of_inputs(model: fd.Model, x: np.ndarray) -> fd.Simulation:
 
 
 def checkpoints() -> Iterator[Call]:
-    kinds = declared(fd.Checkpoints)
-    kinds["config"] = Kind([*TEXTS, *THINGS, 3, 0.5, [1], {"a": object()}, {1}], [None, {}, {"a": 1}])
-    yield Call("fd.Checkpoints", fd.Checkpoints, {"folder": "checkpoints"}, kinds)
+    config = Kind([*TEXTS, *THINGS, 3, 0.5, [1], {"a": object()}, {1}], [None, {}, {"a": 1}])
+    yield of(fd.Checkpoints, {"folder": "checkpoints"}, config=config)
     sim, saved = built(), fd.Checkpoints("saved")
     sim.run(sim.init(jax.random.key(0)), 2, progress=False, checkpoints=saved)
     rounds = without_none(Kind([*NO_NUMBER, 7, -1, 0.5], [2, np.int64(2), "best"]))
     yield Call("checkpoints.restore", saved.restore, {"sim": sim}, {"sim": only(fd.Simulation), "round": rounds})
-    either = {name: Kind(either=ANYTHING) for name in ("algorithm", "seed")}
-    yield Call("fd.load_run", fd.load_run, {"folder": "nowhere"}, {"folder": path(), **either})
+    yield of(fd.load_run, {"folder": "nowhere"}, algorithm=Kind(either=ANYTHING), seed=Kind(either=ANYTHING))
 
 
 def logs() -> Iterator[Call]:
     before = Kind([*TEXTS, *THINGS, 3, [1], [None], 0.5, {"a": 1}], [[], HISTORY], [None], like=HISTORY)
     yield Call("fd.logs.Log", logged, {"folder": "log", "before": []}, {"folder": path(), "before": before})
-    kinds = {"folder": path(), "before": before, "tracker": only(str), "name": optional(only(str))}
+    kinds = {"before": before, "tracker": only(str)}
     kinds["config"] = Kind([*TEXTS, *THINGS, 3, 0.5, [1]], [None, {}, {"a": {"b": object()}}])
-    yield Call("fd.logs.Track", fd.logs.Track, {"tracker": "tensorboard", "folder": "log"}, kinds)
+    yield of(fd.logs.Track, {"tracker": "tensorboard", "folder": "log"}, **kinds)
     record = Kind([value for value in ANYTHING if not isinstance(value, dict)], [HISTORY[0]], like=HISTORY[0])
     setting = without_none(Kind([v for v in ANYTHING if not isinstance(v, dict)], [{}, {"lr": 0.1}]))
     kinds = {"seed": without_none(integer(0, sound=[0, np.int64(3)])), "setting": setting}
@@ -837,7 +802,7 @@ def logs() -> Iterator[Call]:
     records = Kind([*record.nonsense, {}, {"round": "1"}, {"round": True}], [HISTORY[0], {"round": 3}])
     yield Call("track(seed, setting, record)", tracked, {}, kinds | {"record": records})
     yield Call("log(record)", logged, {"folder": "log", "before": []}, {"record": record})
-    yield Call("fd.logs.read", fd.logs.read, {}, {"path": path()})
+    yield of(fd.logs.read)
 
 
 def logged(record: Any = HISTORY[0], **given: Any) -> None:
@@ -860,75 +825,51 @@ def plots() -> Iterator[Call]:
     no_text = [value for value in ANYTHING if not isinstance(value, str)]
     runs = Kind(no_text, [HISTORY, tuple(HISTORY), {"a": HISTORY}], ["nowhere"], like=RECORDS)
     file = without_none(Kind(no_text, [], ["", "no/such/folder/x.png", "x.nope", ".", "a\0b.png"]))
+    of_plot = {"records": runs, "path": file}
     for draw in (fd.plots.curves, fd.plots.drift, fd.plots.updates, fd.plots.agreement, fd.plots.gain):
-        yield Call(f"fd.plots.{draw.__name__}", draw, {"records": RECORDS}, {"records": runs, "path": file})
+        yield of(draw, {"records": RECORDS}, **of_plot, x=Kind(), y=Kind())
     target = Kind([*NO_NUMBER, 95, 1.5], [0.5, np.float32(0.5), Fraction(1, 2), 0])
-    of_target = {"records": runs, "target": target, "key": Kind([*no_text, "adam"], ["train_loss", "accuracy"])}
-    of_target["by"] = choice("round")
+    of_target = {"target": target, "key": Kind([*no_text, "adam"], ["train_loss", "accuracy"]), "by": choice("round")}
     valid = {"records": RECORDS, "target": 0.5}
-    yield Call("fd.plots.rounds_to_target", fd.plots.rounds_to_target, valid, of_target | {"path": file})
-    yield Call("fd.rounds_to_target", fd.rounds_to_target, valid, of_target)
-    of_table = of_target | {
-        "last": integer(),
-        "format": choice("markdown", "latex", "csv"),
-        "target": optional(target),
-        "baseline": optional(choice("FedAvg", "FedEve")),
-    }
-    yield Call("fd.table", fd.table, {"records": RECORDS}, of_table)
+    yield of(fd.plots.rounds_to_target, valid, **of_plot, **of_target)
+    yield of(fd.rounds_to_target, valid, records=runs, **of_target)
+    of_target |= {"target": optional(target), "baseline": optional(choice("FedAvg", "FedEve"))}
+    yield of(fd.table, {"records": RECORDS}, records=runs, **of_target)
     no_list = [*NOTHING, *TEXTS, *THINGS, RAGGED, {}, {1}, ["a"], [object()], [[1, 2]], 0.5, KEY]
     values = Kind(no_list, [[], (1, 2), [0.5, None], np.ones(3), range(3)], [[HUGE, 1e300]], like=[0.5, 1, 0.25])
-    share = probability()
-    of_mean = {
-        "values": values,
-        "rounding": nonnegative()._replace(nonsense=[*NO_NUMBER, -1, -0.5]),
-        "confidence": share,
-    }
-    yield Call("fd.statistics.mean", fd.statistics.mean, {"values": [1, 2]}, of_mean)
+    yield of(fd.statistics.mean, {"values": [1, 2]}, values=values)
     p_values = Kind([*no_list, [2.0], [-0.1], [np.inf]], [[], (0, 1), [0.5, None], np.ones(3)], like=[0.5, 1, 0.25])
-    yield Call("fd.statistics.holm", fd.statistics.holm, {"p_values": [0.5]}, {"p_values": p_values})
+    yield of(fd.statistics.holm, {"p_values": [0.5]}, p_values=p_values)
     interval = fd.tuning.Range(0.1, 1.0)
     no_ranges = [*NOTHING, *TEXTS, *THINGS, [1], {"lr": 1}, {"lr": interval._replace(low=0.0)}]
     no_ranges += [{"lr": interval._replace(low=low)} for low in (2.0, "a", None, float("nan"))]
     no_ranges += [{"lr": interval._replace(log=log)} for log in flag().nonsense]
     of_ranges = Kind(no_ranges, [{}, {"lr": interval}, {"lr": fd.tuning.Range(-1, 1, log=False)}])
-    drawn = {"shared": of_ranges, "own": of_ranges, "number": integer(1, 10_000), "name": only(str, np.str_)}
-    drawn["algorithm"] = drawn["name"]
     valid_draw = {"shared": {"lr": interval}, "own": {}, "number": 2, "name": "a", "algorithm": "b"}
-    yield Call("fd.tuning.settings", fd.tuning.settings, valid_draw, drawn)
+    yield of(fd.tuning.settings, valid_draw, shared=of_ranges, own=of_ranges)
     sim = built()
     scored = {"sim": sim, "runs": sim.sweep(1, seeds=[0], progress=False)}
-    of_score = {"sim": only(fd.Simulation), "runs": Kind([*ANYTHING, [HISTORY]])}
-    yield Call("fd.tuning.score", fd.tuning.score, scored, of_score)
-    degrees = integer(2, sound=INTEGERS)
-    yield Call("fd.statistics.quantile", fd.statistics.quantile, {"n": 2}, {"n": degrees, "confidence": share})
-    story = {"records": runs, "target": target, "data": only(fd.FederatedData), "path": file}
-    yield Call("fd.plots.drift_story", fd.plots.drift_story, valid | {"data": DATA}, story)
+    yield of(fd.tuning.score, scored, sim=only(fd.Simulation), runs=Kind([*ANYTHING, [HISTORY]]))
+    yield of(fd.statistics.quantile, {"n": 2})
+    yield of(fd.plots.drift_story, valid | {"data": DATA}, **of_plot, target=target)
     scores = {"accuracy": np.array([0.5, 0.7, np.nan]), "loss": np.ones(3)}
     of_scores = Kind(ANYTHING, [scores], like={"a": {"accuracy": [0.5, 0.7]}})
-    yield Call("fd.plots.fairness", fd.plots.fairness, {"scores": scores}, {"scores": of_scores, "path": file})
-    largest = optional(Kind([*NO_NUMBER, 0, -1], [0.5, np.float32(1)]))
-    mix = {"history": runs, "path": file, "title": only(str), "largest": largest}
-    yield Call("fd.plots.label_mix", fd.plots.label_mix, {"history": HISTORY}, mix)
-    yield Call(
-        "fd.plots.federation", fd.plots.federation, {"data": DATA}, {"data": only(fd.FederatedData), "path": file}
-    )
+    yield of(fd.plots.fairness, {"scores": scores}, scores=of_scores, path=file)
+    yield of(fd.plots.label_mix, {"history": HISTORY}, history=runs, path=file)
+    yield of(fd.plots.federation, {"data": DATA}, path=file)
     taken = [[0, 1], {"cohort": [2, -1]}]
-    kinds = {"cohorts": Kind([v for v in ANYTHING if v is not RAGGED], [taken, np.ones((2, 3), int)], like=taken)}
-    kinds |= {"num_clients": integer(3, sound=[np.int64(20)]), "path": file}
-    yield Call("fd.plots.participation", fd.plots.participation, {"cohorts": taken, "num_clients": 3}, kinds)
+    cohorts = Kind([v for v in ANYTHING if v is not RAGGED], [taken, np.ones((2, 3), int)], like=taken)
+    number = integer(3, sound=[np.int64(20)])
+    yield of(fd.plots.participation, {"cohorts": taken, "num_clients": 3}, cohorts=cohorts, num_clients=number)
     errors, titles = {"a": [[1.0, 0.5], []], "b": [[2.0, 0.5], [1.0]]}, ["a", "b"]
-    kinds = {
-        "errors": Kind(ANYTHING, [errors], like=errors),
-        "titles": Kind(ANYTHING, [titles], like=titles),
-        "path": file,
-    }
-    yield Call("fd.plots.quadratics", fd.plots.quadratics, {"errors": errors, "titles": titles}, kinds)
+    kinds = {"errors": Kind(ANYTHING, [errors], like=errors), "titles": Kind(ANYTHING, [titles], like=titles)}
+    yield of(fd.plots.quadratics, {"errors": errors, "titles": titles}, **kinds)
     compared = [fd.plots.Compared("t", {"a": [([1, 2], [0.1, 0.2])]}, {"a": [(None, 0.3), (1, 0.2)]})]
-    kinds = {"settings": Kind(ANYTHING, [compared], like=compared), "ylabel": only(str), "path": file}
-    yield Call("fd.plots.compared", fd.plots.compared, {"settings": compared, "ylabel": "y"}, kinds)
-    yield Call("fd.plots.Style", fd.plots.Style, {}, declared(fd.plots.Style))
+    settings = Kind(ANYTHING, [compared], like=compared)
+    yield of(fd.plots.compared, {"settings": compared, "ylabel": "y"}, settings=settings)
+    yield of(fd.plots.Style)
     sound = [[0.5], np.ones(3), (1, 2), jnp.ones(2)]
-    yield Call("fd.personal.summary", fd.personal.summary, {}, {"values": Kind(NO_ARRAY, sound, ANYTHING)})
+    yield of(fd.personal.summary, values=Kind(NO_ARRAY, sound, ANYTHING))
     yield from of_models_and_clients()
 
 
@@ -945,25 +886,17 @@ def of_models_and_clients() -> Iterator[Call]:
         "sim": only(fd.Simulation),
         "states": Kind([*ANYTHING, states[:2], states[0], [states[0]] * 3], [named, tuple(states)], like=named),
         "examples": Kind([v for v in ANYTHING if v is not None], [None, (X, Y), DATA.client(0)]),
-        "points": integer(2, sound=[2, np.int64(3)]),
-        "margin": Kind([*NO_NUMBER, -1], [0, 0.5, np.float32(1)]),
     }
     valid = {"sim": sim, "states": states, "points": 2}
-    yield Call("fd.measures.loss_plane", fd.measures.loss_plane, valid, kinds)
-    plane = fd.measures.loss_plane(**valid)
-    kinds = {"plane": only(), "key": choice("loss", "accuracy")}
-    yield Call("fd.plots.loss_plane", fd.plots.loss_plane, {"plane": plane}, kinds)
+    yield of(fd.measures.loss_plane, valid, **kinds)
+    yield of(fd.plots.loss_plane, {"plane": fd.measures.loss_plane(**valid)})
     metric = 1 - np.eye(3)
+    ground = [*TEXTS, *THINGS, *BOOLS, -metric, np.ones((3, 3)), metric[:2]]
     kinds = {
-        "data": only(fd.FederatedData),
-        "ground": Kind(
-            [*TEXTS, *THINGS, *BOOLS, -metric, np.ones((3, 3)), metric[:2]], [None, metric, metric.tolist()]
-        ),
+        "ground": Kind(ground, [None, metric, metric.tolist()]),
         "embedding": Kind([*TEXTS, *BOOLS, X[:3], X / np.nan], [None, X, lambda x: x]),
-        "pairs": integer(),
-        "seed": integer(0),
     }
-    yield Call("fd.measures.distances", fd.measures.distances, {"data": DATA}, kinds)
+    yield of(fd.measures.distances, {"data": DATA}, **kinds)
 
 
 class Net(nn.Module):
@@ -974,31 +907,16 @@ class Net(nn.Module):
 
 def models() -> Iterator[Call]:
     kinds = {
-        "input_shape": shape(),
-        **dict.fromkeys(("num_classes", "width", "filters", "depth", "length"), integer()),
-        **dict.fromkeys(("heads", "patch"), integer(sound=[1, np.int64(2)])),
-        **dict.fromkeys(("cosine", "projection", "bert", "remat"), flag()),
-        "dropout": Kind([*NO_NUMBER, -1, 1], [0, np.float32(0.5)]),
-        "vocabulary": integer(2),
-        "ligand": integer(16, sound=[np.int64(20)]),
-        "test_negatives": integer(9, sound=[np.int64(9)]),
+        "patch": Kind(integer().nonsense, [1, np.int64(2)]),
         "stem": Kind(ANYTHING, [3, 7, np.int64(3)]),
         "sizes": Kind([*ANYTHING, (1, 2, 3), (0,) * 6, ("a",) * 6], [(2,) * 6, [2] * 6, np.full(6, 2)]),
         "convolutions": Kind([*ANYTHING, (0,) * 4, (1,) * 3], [(2,) * 4, [2] * 4]),
-        "filters": Kind([*ANYTHING, (0,) * 2, (1,) * 3], [(2,) * 2, [2] * 2]),
-        "units": integer(1),
-        "padding": choice("SAME", "VALID"),
         "dense": Kind([*ANYTHING, (0,) * 3, (1,) * 2], [(2,) * 3, [2] * 3]),
     }
-    blocks = {"depth": 1, "width": 12, "heads": 1}  # 1 head is valid for every width in INTEGERS
-    small: dict[str, dict] = dict.fromkeys(("vit", "encoder", "decoder"), blocks)
+    small = dict.fromkeys(("vit", "encoder", "decoder"), {"depth": 1, "width": 12, "heads": 1})
     for name, make in fd.models.MODELS.items():
-        yield Call(
-            f"fd.models.{name}",
-            make,
-            small.get(name, {}),
-            {option: kinds[option] for option in inspect.signature(make).parameters},
-        )
+        takes = inspect.signature(make).parameters
+        yield of(make, small.get(name), **{option: kind for option, kind in kinds.items() if option in takes})
     params = jax.device_get(MODEL.init(jax.random.key(0)))
     fd.models.save_params(params, "params.npz")
     of_params = {"params": Kind([*TEXTS, *THINGS, *ARRAYS[:2], None], [params], like=params), "path": path()}
@@ -1052,7 +970,7 @@ def participation() -> Iterator[Call]:
         ("trace", {"available": [[True]]}, {"available": seen, **base}),
     ):
         rule = getattr(rules, name)
-        yield Call(f"fd.participation.{name}", rule, arguments, declared(rule) | kinds)
+        yield of(rule, arguments, **kinds)
     fields = {"select": function(5), "most": function(2), "init": function(2), "distinct": flag(), "name": only(str)}
     fields |= {"observe": optional(function(3)), "available": optional(function(4)), "expected": optional(function(2))}
     fields["weights"] = choice("algorithm", "uniform")
@@ -1087,7 +1005,7 @@ def shifts() -> Iterator[Call]:
         ("recurring", {"period": 1.0, "shift": swap}, one),
     ):
         factory = getattr(shift, name)
-        yield Call(f"fd.shift.{name}", factory, arguments, declared(factory) | kinds)
+        yield of(factory, arguments, **kinds)
     plain = [value for value in no_array if not callable(value)]
     weights = Kind([*plain, 3, [1.0, 2.0], [-1.0], [0.0], [np.nan]], [[1], (0.5,), jnp.ones(1), lambda t: [t]])
     yield Call("fd.shift.mixture", lambda weights: shift.mixture(weights, swap), {"weights": [1]}, {"weights": weights})
@@ -1103,18 +1021,14 @@ def codecs() -> Iterator[Call]:
     compression, fedavg = fd.compression, fd.algorithms.fedavg()
     floats = dtype("float16", jnp.bfloat16, np.dtype("f4"))
     floats = floats._replace(nonsense=[*floats.nonsense, int, None, "int8"])
-    for name, arguments, kinds in (
-        ("top_k", {"fraction": 0.5}, {}),
-        ("random_k", {"fraction": 0.5}, {}),
-        ("qsgd", {"levels": 4}, {}),
-        ("sign", {}, {}),
-        ("cast", {}, {"dtype": floats}),
-    ):
-        factory = getattr(compression, name)
-        yield Call(f"fd.compression.{name}", factory, arguments, declared(factory) | kinds)
+    for factory in (compression.top_k, compression.random_k):
+        yield of(factory, {"fraction": 0.5})
+    yield of(compression.qsgd, {"levels": 4})
+    yield of(compression.sign)
+    yield of(compression.cast, dtype=floats)
     top_k = compression.top_k(0.5)
-    kinds = declared(compression.compressed) | {"base": only(fd.Algorithm), "codec": only(type(top_k))}
-    yield Call("fd.compression.compressed", compression.compressed, {"base": fedavg, "codec": top_k}, kinds)
+    kinds = {"base": only(fd.Algorithm), "codec": only(type(top_k))}
+    yield of(compression.compressed, {"base": fedavg, "codec": top_k}, **kinds)
     wrong = [lambda key, x: x, lambda key, x: (x, x), lambda key, x: (x[:1], 1), lambda x: (x, 1)]
     send = {"send": Kind([*[v for v in ANYTHING if not callable(v)], *wrong], [lambda key, x: (x / 2, 1)])}
 
@@ -1126,8 +1040,7 @@ def codecs() -> Iterator[Call]:
 
 def clocks() -> Iterator[Call]:
     pair = Kind([*[v for v in ANYTHING if not isinstance(v, tuple)], (1,), (1, -1), ("a", 1)], [(1, 2), [0, 0.5]])
-    asynchronous = fd.clock.asynchronous
-    yield Call("fd.clock.asynchronous", asynchronous, {"concurrency": 3}, declared(asynchronous) | {"hinge": pair})
+    yield of(fd.clock.asynchronous, {"concurrency": 3}, hinge=pair)
     speed = positive()
     fine = [value for value in CONTAINERS + UNREAL if value is not None]
     wrong = [value for value in speed.nonsense if not any(value is each for each in fine)]
@@ -1149,8 +1062,7 @@ def clocks() -> Iterator[Call]:
         {1},
     ]
     speed = speed._replace(nonsense=wrong, odd=[*speed.odd, [0.5, 1.0, 2], (1, 2, 3), np.ones(3)])
-    kinds = declared(fd.Devices) | dict.fromkeys(("up", "down", "seconds_per_step"), speed)
-    yield Call("fd.Devices", fd.Devices, {}, kinds)
+    yield of(fd.Devices, **dict.fromkeys(("up", "down", "seconds_per_step"), speed))
 
     def timed(concurrency: Any = 3, up: Any = 1.0, **fields: Any) -> fd.Simulation:
         clock = fd.clock.asynchronous(concurrency)._replace(**fields)
@@ -1161,36 +1073,23 @@ def clocks() -> Iterator[Call]:
     yield Call("asynchronous rounds", timed, {}, kinds | {"discount": function()})
     target = Kind([*NO_NUMBER, 255, 95, 1.5, -1], [0, 1, np.float32(0.5)])
     of_targets = {"accuracy": target, "personal_accuracy": target, "loss": target._replace(nonsense=NO_NUMBER)}
-    yield Call("fd.until.reaches", fd.until.reaches, {}, of_targets)
-    of_stalls = {"metric": only(str, np.str_), "evaluations": integer(), "by": Kind([*NO_NUMBER, -1], [0, 1e300])}
-    yield Call("fd.until.stalls", fd.until.stalls, {}, of_stalls)
-    for rule in (fd.until.time, fd.until.megabytes):
-        name = "seconds" if rule is fd.until.time else "amount"
-        kind = positive()  # JAX does not compute with it, so that any finite number will do
-        nonsense = [*NO_NUMBER, 0, -1, -0.5, 0.0, -1e39]
-        yield Call(f"fd.until.{rule.__name__}", rule, {name: 3.0}, {name: kind._replace(nonsense=nonsense)})
+    yield of(fd.until.reaches, **of_targets, targets=Kind())
+    for rule in (fd.until.stalls, fd.until.time, fd.until.megabytes):
+        yield of(rule)
 
 
 def others() -> Iterator[Call]:
-    clipped, private, ftrl = fd.aggregation.clipped, fd.aggregation.private, fd.aggregation.private_ftrl
-    yield Call("fd.aggregation.clipped", clipped, {"norm": 1.0}, declared(clipped))
     valid = {"clip_norm": 1.0, "noise_multiplier": 1.0}
-    yield Call("fd.aggregation.private_ftrl", ftrl, valid | {"restart_every": 4}, declared(ftrl))
-    kinds = {name: kind for name, kind in declared(private).items() if name != "count_stddev"}  # it needs a quantile
-    yield Call("fd.aggregation.private", private, valid, kinds)
-    private = {"sampling": "bernoulli", "aggregation": private(1.0, 1.0)}
+    yield of(fd.aggregation.clipped, {"norm": 1.0})
+    yield of(fd.aggregation.private_ftrl, valid | {"restart_every": 4})
+    yield of(fd.aggregation.private, valid, count_stddev=Kind())  # it needs a quantile
+    private = {"sampling": "bernoulli", "aggregation": fd.aggregation.private(**valid)}
     sim = fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), cohort_size=2, **private)
-    kinds = {
-        "sim": only(fd.Simulation),
-        "rounds": integer(1, 10**6),
-        "delta": Kind([*NO_NUMBER, 0, 1, -1, 2], [0.1, np.float32(0.1)]),
-    }
-    yield Call("fd.aggregation.epsilon", fd.aggregation.epsilon, {"sim": sim, "rounds": 2, "delta": 1e-3}, kinds)
+    yield of(fd.aggregation.epsilon, {"sim": sim, "rounds": 2, "delta": 1e-3}, sim=only(fd.Simulation))
     ks = Kind([*NOTHING, *TEXTS[1:], *THINGS, *BOOLS, 3, [0], [101], [0.5], ["a"]], [[1], (5,), np.array([5])])
     ks = ks._replace(nonsense=[*ks.nonsense, *ARRAYS[:3], KEY, DONATED, np.array(5), RAGGED])
-    kinds = {"group": integer(2, sound=[np.int64(20)]), "ks": ks}
-    yield Call("fd.ranking.scores", fd.ranking.scores, {}, kinds)
-    yield Call("fd.clients_mesh", fd.clients_mesh, {}, {"devices": without_none(Kind(ANYTHING, [jax.devices()]))})
+    yield of(fd.ranking.scores, group=integer(2, sound=[np.int64(20)]), ks=ks)
+    yield of(fd.clients_mesh, devices=without_none(Kind(ANYTHING, [jax.devices()])))
     address = without_none(Kind([*ANYTHING, "host", "host:0", "host:70000", ":1"]))._replace(odd=[])
     kinds = {"num_processes": integer(), "process_id": integer(0), "cpu_devices": integer(1, 256)}
     kinds = {name: without_none(kind)._replace(odd=[]) for name, kind in kinds.items()}

@@ -1,11 +1,12 @@
-"""The flags of a simulation. Those of local training and failures are generated from the library's classes.
+"""The flags of a simulation. Those that are one argument of the library are generated from it.
 
-A generated flag has the type and the default value of the parameter. Its help is the description in the docstring.
+A generated flag has the type and the default value of the argument. Its help is the description in the docstring.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import re
 import textwrap
@@ -18,14 +19,16 @@ import optax.contrib
 
 from fedjax_drift import checks, clock, compression, participation, shift
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.cli.values import Choice, count, count0, lanes, local_path, readers, redeal, seed
+from fedjax_drift.cli.values import Choice, count, count0, local_path, readers, redeal, seed
 from fedjax_drift.data import augment, partition
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures.drift import MEASURES
 from fedjax_drift.models import MODELS, TRAINED
+from fedjax_drift.round import aggregation
 from fedjax_drift.round.failures import Failures
+from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.spec import Count, NonNegative, Positive, checked, integer
 
@@ -206,17 +209,23 @@ def add(
     group.add_argument(flag, metavar=metavar, type=read, default=default, help=text.replace("%", "%%"), **options)
 
 
-def add_parameters(group: Any, of: type, *names: str) -> None:
-    """Adds flags for parameters of a class of the library. names: default: all whose values are numbers or words.
+def add_parameters(group: Any, of: Callable, *names: str, optional: bool = False) -> None:
+    """Adds flags for arguments of a class or a function of the library.
 
-    What is allowed, the default and the description are those of the class, so a field that is added to it has a flag.
+    What is allowed, the default and the description are those of the argument. So one that is added has a flag.
+
+    names: the arguments, or FLAG=ARGUMENT. Default: all whose values can be written as words.
+    optional: whether the value is None if the flag is not given.
     """
-    described = re.findall(r"^  (\w+): (.+(?:\n    .+)*)", inspect.getdoc(of) or "", re.MULTILINE)
-    texts = {name: " ".join(text.replace("``", "").replace("None:", "Default:").split()) for name, text in described}
+    described = re.findall(r"^  ([\w, ]+): (.+(?:\n    .+)*)", inspect.getdoc(of) or "", re.MULTILINE)
+    texts = {name: " ".join(text.replace("`", "").split()) for names, text in described for name in names.split(", ")}
     known, parameters = readers(of), inspect.signature(of).parameters
-    for name in names or known:
-        (read, metavar), default = known[name], parameters[name].default
-        add(group, f"--{name.replace('_', '-')}", metavar, texts.get(name, "").rstrip("."), read, default)
+    for flag, _, name in (each.partition("=") for each in names or known):
+        read, default = known[name or flag], parameters[name or flag].default
+        text = re.sub(r"None(?: \(default\))?:", "Default:", texts.get(name or flag, ""))
+        given = None if optional or default is inspect.Parameter.empty else default
+        text = text.replace(f" Default: {given}.", "").rstrip(".")  # `add` says it
+        add(group, f"--{flag.replace('_', '-')}", read.metavar, text, read, given)
 
 
 def needs(args: argparse.Namespace, flag: str, other: str, example: str) -> None:
@@ -298,8 +307,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "first, or on both", str, "present", choices=("present", "first", "both"))
     add(group, "--compress", SPEC, f"send the clients' messages through a codec, one of {', '.join(CODEC.factories)}, "
         "for example top_k:fraction=0.01. The options are the arguments of fd.compression.NAME (default: none)", CODEC)
-    add(group, "--error-feedback", "yes|no", "with --compress, whether a client adds what the codec has left out to "
-        "its next message", str, "yes", choices=("yes", "no"))
+    add_parameters(group, compression.compressed, "error_feedback")
     group = parser.add_argument_group("local training of every client")
     add_parameters(group, LocalTraining)
     add(group, "--lr-schedule", SPEC, "learning rate of round t, which begins at --lr: one of "
@@ -312,24 +320,17 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     unit = "A deadline of 1 is the time of a client of mean size on a device of median speed."
     group = parser.add_argument_group("client failures", textwrap.fill(unit, 76))
     add_parameters(group, Failures)
-    group = parser.add_argument_group("virtual time")
+    unit = "With a speed or asynchronous rounds, --speed-spread is that of the devices, and --deadline is in seconds."
+    group = parser.add_argument_group("virtual time", textwrap.fill(unit, 76))
     add(group, "--clock", SPEC, "synchronous, or asynchronous:concurrency=M, with which M clients train at the same "
         "time and the server is updated with every K reports. The options are the arguments of fd.clock.asynchronous "
         "(default: synchronous)", CLOCK)
-    add(group, "--seconds-per-step", "S", "seconds of a local step on a device of median speed. With this flag, --up, "
-        "--down or asynchronous rounds, --speed-spread is that of the devices, and --deadline is in seconds (default: "
-        "1)", float)
-    add(group, "--up", "BYTES", "bytes that a client sends in a second (default: any number)", float)
-    add(group, "--down", "BYTES", "bytes that a client receives in a second (default: any number)", float)
-    group = parser.add_argument_group("privacy")
-    add(group, "--clip-updates", "NORM", "clip each client's message to this norm (default: no clipping)", float)
-    add(group, "--noise-multiplier", "Z", "differential privacy: all clients have weight 1, and Gaussian noise with "
-        "standard deviation Z * NORM is added to the sum of their messages. It needs --clip-updates and --sampling "
-        "bernoulli", float)
-    add(group, "--target-quantile", "Q", "with --noise-multiplier, the norm adapts: it follows the quantile Q of the "
-        "norms of the messages, and begins with --clip-updates (default: a fixed norm)", float)
-    add(group, "--restart-every", "R", "with --noise-multiplier, DP-FTRL: the noise is that of a tree over R rounds, "
-        "and the sampling need not be random, for example --participation cyclic:groups=R", count)
+    add_parameters(group, clock.Devices, "seconds_per_step", "up", "down", optional=True)
+    privacy = "With --noise-multiplier all clients have weight 1. It needs --clip-updates, and --sampling bernoulli " \
+        "or --restart-every, with which the noise is that of a tree over the rounds (DP-FTRL)."
+    group = parser.add_argument_group("privacy", textwrap.fill(privacy, 76))
+    add_parameters(group, aggregation.private, "clip_updates=clip_norm", "noise_multiplier", "target_quantile")
+    add_parameters(group, aggregation.private_ftrl, "restart_every")
     group = parser.add_argument_group("drift measures")
     measures = "; ".join(f"{name}: {measured}" for name, measured in MEASURES.items())
     group.add_argument("--measure", action="extend", type=lambda text: text.split(","), default=[],
@@ -340,15 +341,17 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--eval-every", "N", "rounds between evaluations on the test set, 0: never", count0, 1)
     add(group, "--devices", "N", "number of CPU devices of a process (default: one per core; with --distributed, 1). "
         "No effect on a GPU", count)
-    add(group, "--devices-per-client", "N", "number of devices that train a client together, for a model of which a "
-        "part is trained (--train) and that is too large for one device", count, 1)
-    add(group, "--lanes", "L", "number of clients that train side by side (vmap) on one device", lanes, "auto")
+    add_parameters(group, Placement, "devices_per_client", "lanes", "stream", "bank")
     group.add_argument("--bfloat16", action="store_true",
                        help="compute the networks in bfloat16; parameters stay float32")
-    add(group, "--stream", None, "keep the data in host memory and send only the cohort's data in each round. auto "
-        "means yes only if the data need more than half of the devices' memory", str, "auto", choices=SWITCH)
-    add(group, "--bank", "WHERE", "where client states are kept: auto, device, sharded, host, or a new folder",
-        str, "auto")
     parser.set_defaults(participation=[], shift=[])
     return group
 # fmt: on
+
+
+@functools.cache
+def flags_of_run() -> tuple[str, ...]:
+    """The names of all flags of a simulation and of its execution."""
+    parser = Parser(add_help=False)
+    add_run(parser)
+    return tuple(action.dest for action in parser._actions)

@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import optax
 from jax.sharding import Mesh
 
 from fedjax_drift import checks, compression, reprs, shift
-from fedjax_drift.cli.flags import DEFAULT_MODEL, MODEL, PARTITION, SWITCH, Parser, add_run, needs
+from fedjax_drift.cli.flags import DEFAULT_MODEL, MODEL, PARTITION, SWITCH, Parser, add_run, flags_of_run, needs
 from fedjax_drift.cli.values import LOCAL, Spec, readers
 from fedjax_drift.clock import Devices
 from fedjax_drift.data import datasets, movielens, partition
@@ -33,16 +34,17 @@ from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.round import aggregation
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.run_folder import file_name
+from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.spec import FRACTION, NONNEGATIVE
 from fedjax_drift.storage.checkpoint import versions
 from fedjax_drift.types import Algorithm, Needs, Params
 
-BANKS = ("auto", "device", "sharded", "host")  # values of --bank that are not folders
-# Flags whose values, or whose words, are entries of the settings with the same name.
-SAME = (
-    "rounds", "sampling", "participation", "shift", "compress", "clock", "validation", "standardize", "on_nonfinite",
-    "eval_every", "seed", "bfloat16", "stream",
+BANKS = readers(Placement)["bank"].others  # values of --bank that are not folders
+# Flags that the settings have under another name, or in a group. All others are entries of the settings.
+GROUPED = (
+    *LOCAL, *readers(Failures), "lr_schedule", "optimizer", "augment", "seconds_per_step", "up", "down", "algorithm",
+    "cohort", "measure_every", "devices_per_client",
 )  # fmt: skip
 
 
@@ -116,7 +118,7 @@ def _words_of(value: Any) -> Any:
     """The value of a flag in the settings: of a name with options, the word on the command line."""
     if isinstance(value, list):
         return [_words_of(each) for each in value]
-    return value.text if isinstance(value, Spec) else value
+    return value.text if isinstance(value, Spec) else str(value) if isinstance(value, Path) else value
 
 
 def _words(words: Any) -> list[str]:
@@ -200,11 +202,11 @@ def assemble(
         base = None if mesh is not None else trained.frozen[0].checksum  # a plan needs no parameters
         part = {"name": args.train.name, **args.train.options, "parameters": num_parameters(trained), "base": base}
     failures = {name: getattr(args, name) for name in readers(Failures)}
-    names = ("on_nonfinite", "measure", "lanes", "devices_per_client")
+    names = ("on_nonfinite", "measure", "lanes", "devices_per_client", "stream")
     timing = _timing(args)
     failures |= {"speed_spread": 0.0} if "devices" in timing else {}
     options: dict[str, Any] = failures | _participation(args) | {name: getattr(args, name) for name in names} | timing
-    options |= {"stream": "auto" if args.stream == "auto" else SWITCH[args.stream], "aggregation": _aggregation(args)}
+    options |= {"aggregation": _aggregation(args)}
     simulations = {
         name: Simulation(
             trained,
@@ -219,7 +221,8 @@ def assemble(
         for name, algorithm in algorithms.items()
     }
     first = next(iter(simulations.values()))
-    config = {
+    settings = {name: _words_of(getattr(args, name)) for name in flags_of_run() if name not in GROUPED}
+    settings |= {
         "dataset": {"name": args.dataset.name, **args.dataset.options},
         "partition": partition_text(args),
         "source": datasets.locate(args.dataset.name, args.data_dir, **args.dataset.options),
@@ -247,16 +250,15 @@ def assemble(
         "processes": jax.process_count(),
         "versions": versions()
         | {"numpy": np.__version__, "python": platform.python_version(), "platform": platform.platform()},
-        **{name: _words_of(getattr(args, name)) for name in SAME},
     }  # fmt: skip
-    return ParsedRun(simulations, data, params, config, args.rounds, args.eval_every, measure_every, args.seed)
+    return ParsedRun(simulations, data, params, settings, args.rounds, args.eval_every, measure_every, args.seed)
 
 
 def _compressed(args: argparse.Namespace, algorithm: Algorithm) -> Algorithm:
     """The algorithm with the codec of --compress."""
     if args.compress is None:
         return algorithm
-    return compression.compressed(algorithm, args.compress.make(), args.error_feedback == "yes")
+    return compression.compressed(algorithm, args.compress.make(), args.error_feedback)
 
 
 def load_data(args: argparse.Namespace) -> FederatedData:

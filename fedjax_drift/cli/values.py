@@ -22,15 +22,47 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.spec import Declared
 
-READ: dict[str, tuple[Callable[[str], Any], str]]  # how a word becomes a value of a kind, and its metavar
-READ = {"number": (float, "X"), "integer": (int, "N"), "word": (str, "NAME")}
+YES_NO = {"yes": True, "no": False}
 
 
-def readers(of: type) -> dict[str, tuple[Callable[[str], Any], str]]:
-    """The parameters of a class whose values are numbers or words, so that they can be flags, and how they are read."""
-    return {
-        n: READ[each.spec.kind] for n, each in Declared(of).arguments.items() if each.spec and each.spec.kind in READ
-    }
+def yes_no(word: str) -> bool:
+    """Reads yes or no."""
+    if word not in YES_NO:
+        raise ValueError
+    return YES_NO[word]
+
+
+# How a word becomes a value of a kind, its metavar, and what it may be.
+READ: dict[str, tuple[Callable[[str], Any], str, str]] = {
+    "number": (float, "X", "a number"), "speeds": (float, "X", "a number"), "integer": (int, "N", "an integer"),
+    "flag": (yes_no, "yes|no", "yes or no"), "word": (str, "", ""), "path": (str, "PATH", ""),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads the value of a declared argument from a word. `Simulation` and its parts check its range."""
+
+    kind: str
+    others: tuple[str, ...]  # the words that are allowed besides, such as auto
+
+    @property
+    def metavar(self) -> str:
+        return "|".join(filter(None, (*self.others, READ[self.kind][1])))
+
+    def __call__(self, word: str) -> Any:
+        read, _, allowed = READ[self.kind]
+        try:
+            return word if word in self.others else read(word)
+        except ValueError:
+            raise ArgumentTypeError(f"must be {' or '.join((*self.others, allowed))}, got {word!r}") from None
+
+
+def readers(of: Callable[..., Any]) -> dict[str, Reader]:
+    """How the arguments of a class or a function are read whose values can be written as words, so that they can be
+    flags."""
+    declared = Declared(of).arguments.items()
+    return {name: Reader(each.spec.kind, each.words) for name, each in declared if each.spec and each.spec.kind in READ}
 
 
 LOCAL = tuple(readers(LocalTraining))
@@ -132,11 +164,6 @@ def count(text: str, lowest: int = 1, highest: int = 2**31 - 1) -> int:
 count0 = partial(count, lowest=0)
 number_of_seeds = partial(count, highest=10_000)
 seed = partial(count, lowest=0, highest=2**32 - 1)
-
-
-def lanes(text: str) -> int | str:
-    """Reads auto, or a number of lanes."""
-    return text if text == "auto" else count(text)
 
 
 def redeal(text: str) -> float | str:

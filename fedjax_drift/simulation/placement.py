@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import jax
@@ -41,7 +41,7 @@ def _mesh(name: str, mesh: Any, fix: str) -> Mesh:
 def _bank(name: str, bank: Any, fix: str) -> str:
     """The place of client states as a string. A folder is returned as its path."""
     folder = checks.path(name, bank, '"auto", "device", "sharded", "host" or a folder')
-    known = ("auto", *ON_DEVICES, "host")
+    known = get_args(Bank)
     if isinstance(bank, str) and os.sep not in bank and bank not in known and (meant := checks.nearest(bank, known)):
         fix = f"{meant.removeprefix(': ')} For a folder with this name, pass pathlib.Path({bank!r})"
         checks.refuse(f"{name} must be one of {known}, or a folder", repr(bank), fix)
@@ -49,6 +49,7 @@ def _bank(name: str, bank: Any, fix: str) -> str:
 
 
 Auto = Literal["auto"]
+Bank = Literal["auto", "device", "sharded", "host"]
 OR_AUTO = Fix('or pass "auto"')
 
 
@@ -60,13 +61,13 @@ class Placement:
     The placement does not change the results, except for rounding errors.
 
     Attributes:
-      lanes: L, the number of lanes: L clients train side by side (vmap) on one device. None means 1.
+      lanes: L, the number of lanes: L clients train side by side (vmap) on one device.
 
-        "auto" is 1 on a CPU, where clients train fastest one after another. On a GPU it is a quarter of the clients
-        that one device trains in a round, but at least 16 and at most 128. On a TPU it is the largest power of two, up
-        to 128, with which the images in the convolutions of a step need at most 16 MiB, so that they fit on the chip.
-        "auto" is smaller if so many lanes would take more than half of a device's memory, or if many would be idle in
-        its last group. L is never larger than the number of clients that one device trains in a round.
+        None means 1. "auto" is 1 on a CPU, where clients train fastest one after another. On a GPU it is a quarter of
+        the clients that one device trains in a round, but at least 16 and at most 128. On a TPU it is the largest power
+        of two, up to 128, with which the images in the convolutions of a step need at most 16 MiB, so that they fit on
+        the chip. "auto" is smaller if so many lanes would take more than half of a device's memory, or if many would be
+        idle in its last group. L is never larger than the number of clients that one device trains in a round.
       mesh: The devices: a mesh such as that of `clients_mesh`. None: all devices of all processes.
       devices_per_client: The number of devices that train a client together. It must divide the number of devices.
 
@@ -106,7 +107,7 @@ class Placement:
     devices_per_client: Count = field(default=1, kw_only=True)
     stream: Annotated[Flag, OR_AUTO] | Auto = "auto"
     shard_data: Annotated[Flag, OR_AUTO] | Auto = "auto"
-    bank: Annotated[str | os.PathLike, spec.Spec(_bank, "path")] | Auto = "auto"
+    bank: Annotated[str | os.PathLike, spec.Spec(_bank, "path")] | Bank = "auto"
     donate: Flag = False
     eval_batch_size: Count = 500
 
