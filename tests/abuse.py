@@ -172,7 +172,7 @@ def kind_of(argument: spec.Argument) -> Kind:
         "words": Kind([*TEXTS, *THINGS, 0.5, [1], {"a": 1}, None], right),
         "text": only(str),
         "instance": Kind([*NOTHING, *THINGS, *UNREAL]),
-        "array": Kind([v for v in NO_ARRAY if not isinstance(v, str)]),
+        "array": Kind([v for v in NO_ARRAY if not isinstance(v, str | int | np.number)]),
         "function": Kind([*(v for v in ANYTHING if not callable(v)), int, dict]),
         "path": path(),
         "pair": Kind([*(v for v in ANYTHING if not isinstance(v, tuple)), (1,), ("a", 1)]),
@@ -208,14 +208,15 @@ def public(name: str, module: Any) -> Iterator[tuple[str, Callable]]:
 
 def accepts(pairs: int, rng: random.Random) -> Iterator[str]:
     """Calls every public function that checks its declared arguments with each value that is nonsense for one of them,
-    and ``pairs`` times with two. Yields the calls that do not refuse it, and name the argument.
+    and ``pairs`` times with two. Yields the calls that are accepted, and those whose error does not say what the
+    argument must be and what it got.
 
     The declared arguments are checked before the function begins, so the others need no sensible value.
     """
     known = {
         "base": fd.algorithms.fedavg(), "codec": fd.compression.none(), "data": DATA, "model": MODEL, "at": 0,
         **dict.fromkeys(("folder", "train", "path"), "nowhere"), "name": "synthetic", "available": [[True]],
-        "weights": [[1]], "partition": fd.partition.iid(2), "shared": {}, "own": {}, "ylabel": "y",
+        "weights": [[1]], "partition": fd.partition.iid(2), "pairs": [(0, 1)], "shared": {}, "own": {}, "ylabel": "y",
         "plane": fd.measures.LossPlane(X, X, X, None, np.eye(3, 2), ("a", "b", "c")),
         "settings": [fd.plots.Compared("t", {"a": [([1, 2], [0.1, 0.2])]}, {})],
     }  # fmt: skip
@@ -241,7 +242,8 @@ def _unless_refused(function: Callable, name: str, valid: dict[str, Any], wrong:
         function(**(valid | wrong))
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        if isinstance(error, ValueError) and any(re.search(rf"\b{argument}\b", said) for argument in wrong):
+        form = r"\b{}\b.* must .*, got "
+        if isinstance(error, ValueError) and any(re.search(form.format(name), said, re.DOTALL) for name in wrong):
             return
     yield f"{name}({', '.join(f'{argument}={shown(value)[:60]}' for argument, value in wrong.items())}): {said[:200]}"
 

@@ -451,7 +451,6 @@ def test_what_cannot_be_combined_is_refused(data, options, message) -> None:
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: fd.clock.asynchronous(0), "concurrency must be an integer >= 1"),
         (lambda: fd.clock.asynchronous(5, "linear"), "staleness must be one of"),
         (lambda: fd.clock.asynchronous(5, exponent=-1), "exponent must be"),
         (lambda: fd.clock.asynchronous(5, hinge=3), "hinge must be two numbers"),

@@ -146,7 +146,6 @@ def test_numbers_of_an_algorithm_may_be_schedules(make, options) -> None:
 
 def test_bad_local_work() -> None:
     for make, message in (
-        (lambda: fd.LocalTraining(steps=0), "steps must be an integer"),
         (lambda: fd.LocalTraining(steps=3, epochs=2), "epochs must be left out if steps are given, got 2 epochs"),
         (lambda: fd.LocalTraining(lr=lambda t: "a"), "a function of the round that returns a number"),
         (lambda: fd.LocalTraining(lr=lambda: 1.0), "got one that fails"),

@@ -441,10 +441,7 @@ def test_algorithms_train_with_unequal_weights_and_empty_cohorts(name) -> None:
 
 BAD = [
     (lambda: fd.participation.importance([0.5, 0.0]), r"p must be a probability in \(0, 1\] for each client"),
-    (lambda: fd.participation.power_of_choice(0), "candidates must be an integer"),
-    (lambda: fd.participation.cyclic(0), "groups must be an integer"),
     (lambda: fd.participation.cyclic(2, base="by_size"), "base must be of type Participation"),
-    (lambda: fd.participation.diurnal(0.0), "period must be a finite number > 0"),
     (lambda: fd.participation.diurnal(4.0, phases=[np.nan]), "phases must be a finite number for each client"),
     (lambda: fd.participation.markov(0.0, 0.5), r"up must be in \(0, 1\]"),
     (lambda: fd.participation.trace([[0, 1]]), r"available must be bool \[T, N\]"),

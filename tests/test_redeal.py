@@ -146,11 +146,8 @@ SIGNED = fd.FederatedData(DATA.x, np.arange(4) - 1, DATA.sizes)
     ("call", "message"),
     [
         (lambda: DATA.redealt(0.0), "alpha must be a finite number > 0, got 0.0: 0.01 splits very unevenly"),
-        (lambda: DATA.redealt(float("nan")), "alpha must be a finite number > 0, got nan"),
-        (lambda: DATA.redealt("even"), "alpha must be a finite number > 0, got 'even'"),  # type: ignore[arg-type]
         (lambda: FLOATS.redealt(1.0), r"redealt\(alpha\) needs integer labels, one per example, got float64\[4\]"),
         (lambda: SIGNED.redealt(1.0), "needs labels >= 0, got -1"),
-        (lambda: drift_regimes(DATA.x, DATA.y, 2, -1.0), "alpha must be a finite number > 0, got -1.0"),
         (lambda: drift_regimes(DATA.x, DATA.y, 5, 1.0), "needs at least 5 examples, got a data set with 4"),
     ],
 )
