@@ -148,12 +148,3 @@ def test_the_contract_is_checked() -> None:
 
 def test_the_name_of_the_algorithm_is_registered(simulation) -> None:
     assert simulation.algorithm.name in ALGORITHMS
-
-
-BAD = []
-
-
-@pytest.mark.parametrize(("make", "message"), BAD)
-def test_bad_hyper_parameters(make, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
