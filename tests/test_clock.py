@@ -22,7 +22,7 @@ from test_trajectories import CLASSES, FEATURES, LOCAL, SIZES, label_skewed_clie
 
 import fedjax_drift as fd
 from fedjax_drift import cli
-from fedjax_drift.measures import drift
+from fedjax_drift.measures import measure
 from fedjax_drift.participation import Clients
 from fedjax_drift.round.engine import round_keys
 from fedjax_drift.round.flight import DEVICE_SPEEDS
@@ -419,7 +419,7 @@ def test_measures_start_where_the_clients_have_started(data, monkeypatch) -> Non
     sim = simulate(data, None, clock=ASYNCHRONOUS, devices=DEVICES)
     state, infos = rounds(sim, 3)
     kept = sim.measure(state, "updates")
-    monkeypatch.setattr(drift, "KEPT_BYTES", 0)
+    monkeypatch.setattr(measure, "KEPT_BYTES", 0)
     again = simulate(data, None, clock=ASYNCHRONOUS, devices=DEVICES, lanes=2).measure(state, "updates")
     assert (infos[-1]["staleness"] > 0).any()
     for name, values in kept.items():

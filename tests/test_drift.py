@@ -14,7 +14,7 @@ from small import thorough
 import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.devices.mesh import clients_mesh
-from fedjax_drift.measures import drift
+from fedjax_drift.measures import drift, measure
 from fedjax_drift.types import ClientResult
 
 FEATURES, C, EPOCHS, LR = 5, 4, 3, 0.5
@@ -304,8 +304,8 @@ def test_the_history_contains_the_measures(data, measured):
 @pytest.mark.thorough
 def test_updates_that_do_not_fit_are_measured_in_a_second_training(data, monkeypatch):
     infos, loops = [], []
-    for most, batch_size in ((drift.KEPT_BYTES, 101), (0, 102)):  # both are full batches; they share no program
-        monkeypatch.setattr(drift, "KEPT_BYTES", most)
+    for most, batch_size in ((measure.KEPT_BYTES, 101), (0, 102)):  # both are full batches; they share no program
+        monkeypatch.setattr(measure, "KEPT_BYTES", most)
         sim = simulate(data, "updates", local=fd.LocalTraining(epochs=EPOCHS, batch_size=batch_size, lr=LR), lanes=2)
         infos.append(sim.round_fn(sim.init(jax.random.key(0)))[1])
         jaxpr = jax.make_jaxpr(lambda sim=sim: sim.round_fn(sim.init(jax.random.key(0))))()
@@ -397,3 +397,79 @@ def test_an_algorithm_may_return_its_own_metrics(data):
     jax.tree.map(np.testing.assert_array_equal, one, other)
     _, info = simulate(data, "updates", quiet).round_fn(states[1])
     assert {"steps_done", "update_norm"} <= set(info) and "loss" not in info
+
+
+@fd.measures.recorded
+def moved(scale: float = 1.0) -> fd.measures.Measure:
+    """A user's own measure, which uses every function of a measure."""
+
+    def again(work, mean):
+        n = work.size
+
+        return lambda seen: {"to_mean": scale * n * jnp.linalg.norm(seen.theta - mean.theta)}
+
+    return fd.measures.Measure(
+        "moved",
+        epoch=lambda seen: {"moved": scale * jnp.linalg.norm(seen.update), "hidden": seen.work.size},
+        client=lambda seen, measured: {"moved": measured["moved"][-1], "start": jnp.linalg.norm(seen.start)},
+        update=lambda D, mean: {"to_mean_update": scale * jnp.linalg.norm(D - mean)},
+        again=again,
+        cohort=lambda cohort: {"examples": cohort.sum(lambda work: work.size), "w": jnp.linalg.norm(cohort.params)},
+        model=lambda model: {"after": jnp.linalg.norm(model.params)},
+    )
+
+
+def test_a_measure_of_ones_own(data) -> None:
+    sim = simulate(data, [moved(2.0), "updates"])
+    state = sim.init(jax.random.key(0))
+    after, info = sim.round_fn(state)
+    plain, _ = simulate(data).round_fn(state)
+    np.testing.assert_array_equal(after.params, plain.params)
+    last = np.asarray(info["update_norm"])[:, -1]
+    np.testing.assert_allclose(info["moved"], 2 * last, rtol=1e-6)
+    assert int(info["examples"]) == int(info["size"].sum())
+    np.testing.assert_allclose([info["w"], *info["start"]], [np.linalg.norm(state.params)] * 5, rtol=1e-6)
+    np.testing.assert_allclose(info["after"], np.linalg.norm(after.params), rtol=1e-6)
+    cosine, mean = np.asarray(info["update_cosine"])[:, -1], np.linalg.norm(after.params - state.params)
+    np.testing.assert_allclose(
+        np.asarray(info["to_mean_update"])[:, -1] ** 2 / 4, last**2 + mean**2 - 2 * last * mean * cosine, rtol=1e-4
+    )
+    to_mean = np.asarray(info["to_mean"])[:, -1] / np.asarray(info["size"])
+    np.testing.assert_allclose(to_mean, np.asarray(info["to_mean_update"])[:, -1], rtol=1e-5)
+    _, history = sim.run(state, 1, progress=False)
+    assert history[0]["moved"] == pytest.approx(float(info["moved"].mean()), rel=1e-6)
+
+
+def test_equal_measures_share_a_program(data) -> None:
+    model, sizes = softmax_regression(), []
+    options = {"cohort_size": 4, "mesh": clients_mesh(jax.devices()[:1])}
+    for scale in (3.0, 3.0, 4.0):
+        sim = fd.Simulation(model, data, fd.algorithms.fedavg(), measure=moved(scale), **options)
+        sim.round_fn(sim.init(jax.random.key(0)))
+        sizes.append(sim.executor.programs.compiled.round._cache_size())
+    assert sizes == [1, 1, 2]
+
+
+def test_bad_measures_are_refused(data) -> None:
+    def clashing(seen):
+        return {"update_norm": 0}
+
+    for measure_, message in (
+        ([moved(), moved(2.0)], "measures must have different names, got 'moved' twice"),
+        (moved, "measure must be one of 'updates'"),
+        (fd.measures.Measure("mine", epoch=3), "Measure.epoch must be a function"),
+        (fd.measures.Measure("mine", needs=fd.measures.Needs(test=24)), "needs at least 24 test examples, got 23"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            simulate(data, measure_)
+    for measure_, message in (
+        (["updates", fd.measures.Measure("mine", epoch=clashing)], "different names, got 'update_norm' twice"),
+        (
+            fd.measures.Measure("mine", epoch=lambda seen: 3),
+            "epoch of the measure 'mine' must return a dict of arrays, got 3",
+        ),
+        (fd.measures.Measure("mine", cohort=lambda cohort: {"loss": 1.0}), "loss"),
+    ):
+        sim = simulate(data, measure_)
+        with pytest.raises(ValueError, match=message):
+            sim.round_fn(sim.init(jax.random.key(0)))

@@ -62,7 +62,7 @@ def dense_hessian(sim, params, statistics=None) -> np.ndarray:
 
 
 def largest(H) -> np.ndarray:
-    return np.linalg.eigvalsh(H)[::-1][: curvature.LARGEST]
+    return np.linalg.eigvalsh(H)[::-1][:5]
 
 
 @pytest.mark.parametrize(("x64", "devices"), [(True, 1), pytest.param(False, 2, marks=pytest.mark.thorough)])
@@ -78,7 +78,7 @@ def test_sharpness_matches_a_dense_hessian(data, x64, devices):
     np.testing.assert_allclose(measured["sharpness"], largest(H), rtol=tolerance, atol=tolerance * largest(H)[0])
     want = [largest(dense_hessian(sim, theta))[0] for theta in local]
     np.testing.assert_allclose(measured["local_sharpness"], want, rtol=10 * tolerance)
-    error = np.sqrt(2 * ((H**2).sum() - (np.diag(H) ** 2).sum()) / curvature.PROBES)
+    error = np.sqrt(2 * ((H**2).sum() - (np.diag(H) ** 2).sum()) / 10)
     assert abs(measured["hessian_trace"] - np.trace(H)) < 4 * error
 
 
@@ -100,7 +100,7 @@ def test_the_trace_is_unbiased():
     A = A + A.T
     keys = jax.random.split(jax.random.key(0), 400)
     estimates = jax.vmap(lambda key: curvature.trace(lambda v: A @ v, jnp.zeros(8), key))(keys)
-    error = np.sqrt(2 * ((A**2).sum() - (np.diag(A) ** 2).sum()) / curvature.PROBES)
+    error = np.sqrt(2 * ((A**2).sum() - (np.diag(A) ** 2).sum()) / 10)
     assert abs(estimates.mean() - np.trace(A)) < 4 * error / 20
     np.testing.assert_allclose(estimates.std(), error, rtol=0.15)
     exact = curvature.trace(lambda v: jnp.arange(8.0) * v, jnp.zeros(8), keys[0])  # a diagonal has no other entries

@@ -332,7 +332,8 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add_parameters(group, aggregation.private, "clip_updates=clip_norm", "noise_multiplier", "target_quantile")
     add_parameters(group, aggregation.private_ftrl, "restart_every")
     group = parser.add_argument_group("drift measures")
-    measures = "; ".join(f"{name}: {measured}" for name, measured in MEASURES.items())
+    texts = {name: " ".join((make.__doc__ or "").partition("\n\n")[0].split()) for name, make in MEASURES.items()}
+    measures = "; ".join(f"{name}: {text[:1].lower()}{text[1:].rstrip('.')}" for name, text in texts.items())
     group.add_argument("--measure", action="extend", type=lambda text: text.split(","), default=[],
                        metavar="NAME[,NAME...]", help=f"{measures}. They are computed while the clients train; for "
                        '"gradients" they train a second time')

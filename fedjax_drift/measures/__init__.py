@@ -1,17 +1,31 @@
 """Measures: drift, curvature, the loss between models, distances between the clients' data, and personal scores.
 
-`Simulation.measure` computes drift (`drift.py`) and curvature (`curvature.py`) in a round, and
-`Simulation.evaluate_clients` the scores of each client (`personal.py`). `fd.measures` has the measures that need no
-round: `loss_plane` and `distances`.
+`Measure` is a measure of the clients' drift (`measure.py`), for ``Simulation(measure=)``. Those of the library are in
+`drift.py`, with the curvature of `curvature.py`. `Simulation.evaluate_clients` computes the scores of each client
+(`personal.py`). `loss_plane` and `distances` need no round.
 
 The modules import `round` and modules that `round` imports. `personal.py` also imports the fine-tuning of
 `algorithms/running_statistics.py`.
 """
 
 from fedjax_drift.measures.data_distance import Distances, distances
+from fedjax_drift.measures.drift import (
+    forgetting,
+    gradients,
+    labels,
+    local_sharpness,
+    predictions,
+    sharpness,
+    updates,
+)
+from fedjax_drift.measures.measure import Cohort, Global, Mean, Measure, Needs, Seen
 from fedjax_drift.measures.planes import LossPlane, loss_plane
+from fedjax_drift.recipes import recorded
 
-__all__ = ["Distances", "LossPlane", "distances", "loss_plane"]
+__all__ = [
+    "Cohort", "Distances", "Global", "LossPlane", "Mean", "Measure", "Needs", "Seen", "distances", "forgetting",
+    "gradients", "labels", "local_sharpness", "loss_plane", "predictions", "recorded", "sharpness", "updates",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

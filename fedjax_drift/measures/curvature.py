@@ -22,28 +22,26 @@ from fedjax_drift.round.engine import Engine, TestRows, on_each_device, sum_over
 from fedjax_drift.round.evaluate import inputs
 from fedjax_drift.types import Params
 
-STEPS = 20  # of Lanczos' method
-LARGEST = 5  # the number of eigenvalues in `sharpness`
-PROBES = 10  # the number of random vectors in the estimate of the trace
-
 Product = Callable[[jax.Array], jax.Array]  # v [d] -> H v [d]
 
 
-def curvature(engine: Engine, params: Params, test: TestRows, key: jax.Array) -> dict[str, jax.Array]:
+def curvature(
+    engine: Engine, params: Params, test: TestRows, key: jax.Array, largest: int, steps: int, probes: int
+) -> dict[str, jax.Array]:
     """The curvature at a model. The devices share the batches of the test set.
 
-    Returns ``sharpness`` [min(5, d)], the largest eigenvalues of the Hessian in descending order, and
+    Returns ``sharpness`` [min(largest, d)], the largest eigenvalues of the Hessian in descending order, and
     ``hessian_trace`` [], an estimate of its trace.
     """
     theta, product = hessian(engine, params, test, on_all_devices=True)
-    largest = lanczos(product, theta, key)[::-1][:LARGEST]
-    return {"sharpness": largest, "hessian_trace": trace(product, theta, key)}
+    eigenvalues = lanczos(product, theta, key, steps)[::-1][:largest]
+    return {"sharpness": eigenvalues, "hessian_trace": trace(product, theta, key, probes, first=steps)}
 
 
-def largest_eigenvalue(engine: Engine, params: Params, test: TestRows, key: jax.Array) -> jax.Array:
+def largest_eigenvalue(engine: Engine, params: Params, test: TestRows, key: jax.Array, steps: int) -> jax.Array:
     """The largest eigenvalue of the Hessian at the model of a client, a scalar, on the device that trains it."""
     theta, product = hessian(engine, params, test, on_all_devices=False)
-    return lanczos(product, theta, key)[-1]
+    return lanczos(product, theta, key, steps)[-1]
 
 
 def hessian(engine: Engine, params: Params, test: TestRows, on_all_devices: bool) -> tuple[jax.Array, Product]:
@@ -87,8 +85,8 @@ def hessian(engine: Engine, params: Params, test: TestRows, on_all_devices: bool
     return theta, product
 
 
-def lanczos(product: Product, like: jax.Array, key: jax.Array) -> jax.Array:
-    """Eigenvalues [min(STEPS, d)] of a symmetric operator, ascending. All are exact if d <= STEPS.
+def lanczos(product: Product, like: jax.Array, key: jax.Array, steps: int = 20) -> jax.Array:
+    """Eigenvalues [min(steps, d)] of a symmetric operator, ascending. All are exact if d <= steps.
 
     Otherwise the largest ones converge first. This is Lanczos' method with full reorthogonalisation, from a random
     vector (Golub and Van Loan, Matrix Computations, 4th edition, section 10.3). If the vectors span an invariant
@@ -97,7 +95,7 @@ def lanczos(product: Product, like: jax.Array, key: jax.Array) -> jax.Array:
     like: a vector with the shape [d] and the dtype of the operator's arguments.
     """
     d, dtype = like.size, like.dtype
-    steps = min(STEPS, d)
+    steps = min(steps, d)
 
     def orthogonal(v: jax.Array, Q: jax.Array) -> jax.Array:
         for _ in range(2):  # the second pass removes what rounding has left
@@ -120,18 +118,18 @@ def lanczos(product: Product, like: jax.Array, key: jax.Array) -> jax.Array:
     return jnp.linalg.eigvalsh(jnp.diag(diagonal) + jnp.diag(beside[1:], 1) + jnp.diag(beside[1:], -1))
 
 
-def trace(product: Product, like: jax.Array, key: jax.Array) -> jax.Array:
+def trace(product: Product, like: jax.Array, key: jax.Array, probes: int = 10, first: int = 20) -> jax.Array:
     """An unbiased estimate of the trace, a scalar: the mean of v' H v over random vectors v of signs.
 
-    Its variance is 2 / PROBES times the sum of the squares of the entries of H that are not on the diagonal (Hutchinson
-    1990, Communications in Statistics 19(2)).
+    Its variance is 2 / probes times the sum of the squares of the entries of H that are not on the diagonal (Hutchinson
+    1990, Communications in Statistics 19(2)). first: random vector i has the key number first + i.
     """
 
     def probe(i: jax.Array) -> jax.Array:
-        v = jax.random.rademacher(jax.random.fold_in(key, STEPS + i), like.shape, like.dtype)
+        v = jax.random.rademacher(jax.random.fold_in(key, first + i), like.shape, like.dtype)
         return dot(v, product(v))
 
-    return lax.map(probe, jnp.arange(PROBES)).mean()
+    return lax.map(probe, jnp.arange(probes)).mean()
 
 
 def dot(a: jax.Array, b: jax.Array) -> jax.Array:

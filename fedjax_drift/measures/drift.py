@@ -1,35 +1,30 @@
-"""Drift measures, and their computation in a round.
+"""The drift measures of the library, as values (`measure.Measure`).
 
-Most measures of a client are computed while it trains. Its cosine with the mean update is only known after all clients
-have trained. So the updates are kept until then, if they fit in `KEPT_BYTES`. If they don't fit, and for the client
-drift of FedEve, the clients train a second time, with the same keys and therefore the same local models.
+Notation: K is the number of clients in the cohort S (with Bernoulli sampling the upper bound), and E the number of
+local epochs. w is the global model, theta_i a local model, D_i is theta_i minus the model that was sent to client i,
+and w_S is the mean of the local models. F_i is the mean loss over the examples of client i, n_i their number,
+p_i = n_i / sum n_j, and f = sum_i p_i F_i. C is the number of classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from fedjax_drift import checks, tree
-from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.local import full_gradient
 from fedjax_drift.measures.curvature import curvature, largest_eigenvalue
-from fedjax_drift.round.cohort import CURVATURE, Assignment, look_up
-from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows, partitionable, round_keys
-from fedjax_drift.round.evaluate import after, at_round, inputs, labels
-from fedjax_drift.round.flight import as_started
-from fedjax_drift.round.info import with_metrics
-from fedjax_drift.round.observer import Observer, unobserved
-from fedjax_drift.round.places import at_places, in_cohort_order
-from fedjax_drift.round.round import observed_round, round_fn
-from fedjax_drift.round.train import check_finite, client_work, over_clients, update
-from fedjax_drift.types import ClientResult, Params, PyTree, ServerState, Work
+from fedjax_drift.measures.measure import Cohort, Global, Mean, Measure, Measures, Needs, Seen, Values, curvature_key
+from fedjax_drift.recipes import recorded
+from fedjax_drift.round.cohort import look_up
+from fedjax_drift.round.engine import Client, Engine, Shared
+from fedjax_drift.round.places import at_places
+from fedjax_drift.round.train import client_work, over_clients
+from fedjax_drift.spec import Count
+from fedjax_drift.types import Params, PyTree, Work
 
 __all__ = ["class_accuracy", "linear_cka", "local_performance", "mean_confidence", "mean_kl"]
 
@@ -38,192 +33,170 @@ def __dir__() -> list[str]:
     return __all__
 
 
-MEASURES = {
-    "updates": "norm of each client's update and its cosine with their mean, after every local epoch",
-    "gradients": "period drift, client drift (FedEve, equations 3 and 4), gradient dissimilarity "
-    "(FedGVRGM, equation 4)",
-    "predictions": "linear CKA and KL between local and global predictions on the test set, and the confidence of the "
-    "local predictions, after every local epoch",
-    "forgetting": "accuracy of the local model relative to the global model (LfD, equation 11), for the classes that "
-    "the client has and for those that it does not have; and the accuracy on these classes after every local epoch",
-    "labels": "share of each class in the cohort's examples",
-    "sharpness": "largest eigenvalues, and trace, of the Hessian of the test loss at the global model; in a "
-    "record, the one after the round",
-    "local_sharpness": "largest eigenvalue of the Hessian of the test loss at the local model of each client",
-}
-KEPT_BYTES = 2**30  # the most memory on each device for the updates of the clients of a measured round
-CLASSIFIED = ("predictions", "forgetting")  # these compare predictions on the test set
+@recorded
+def updates() -> Measure:
+    """Norm of each client's update and its cosine with their mean, after every local epoch.
+
+    ``update_norm`` [K, E], ||D_i||; ``update_cosine`` [K, E], with the mean of the cohort's updates.
+    """
+    return Measure(
+        "updates",
+        epoch=lambda seen: {"update_norm": jnp.sqrt(tree.dot(seen.update, seen.update))},
+        update=lambda D, mean: {"update_cosine": cosine(D, mean)},
+        needs=Needs(global_model=False),
+    )
+
+
+@recorded
+def gradients() -> Measure:
+    """Period drift, client drift (FedEve, equations 3 and 4), gradient dissimilarity (FedGVRGM, equation 4).
+
+    ``client_drift`` [K, E], ||grad F_i(theta_i) - grad F_i(w_S)||^2; ``period_drift`` [], ||sum_S n_i grad F_i(w) /
+    sum_S n_i - grad f(w)||^2, for this cohort; ``period_drift_uniform`` [], the same with equal weights in the mean
+    over S, as printed in the paper; ``dissimilarity`` [], sqrt(sum_i p_i ||grad F_i(w)||^2 / ||grad f(w)||^2);
+    ``gradient_variance`` [], sum_i p_i ||grad F_i(w) - grad f(w)||^2; ``gradient_norm`` [], ||grad f(w)||. They
+    need the gradients of all N clients.
+    """
+
+    def again(work: Work, mean: Mean) -> Callable[[Seen], Values]:
+        at_mean = full_gradient(work, mean.theta)
+
+        def after_epoch(seen: Seen) -> Values:
+            gap = tree.subtract(full_gradient(work, seen.theta), at_mean)
+            return {"client_drift": tree.dot(gap, gap)}  # FedEve (4)
+
+        return after_epoch
+
+    return Measure("gradients", again=again, cohort=of_gradients, needs=Needs(all_clients=True))
+
+
+@recorded
+def predictions() -> Measure:
+    """Linear CKA and KL between local and global predictions on the test set, and the confidence of the local
+    predictions, after every local epoch.
+
+    ``cka`` [K, E], linear CKA of local and global logits; ``kl`` [K, E], the mean of KL(global || local) in nats;
+    ``confidence`` [K, E], the mean of the largest probability that the local model predicts (LfD, figure 3).
+    """
+
+    def epoch(seen: Seen) -> Values:
+        z, of_global, mask = seen.logits, seen.tested.z, seen.tested.mask
+        return {
+            "cka": linear_cka(z, of_global, mask),
+            "kl": mean_kl(of_global, z, mask),
+            "confidence": mean_confidence(z, mask),
+        }
+
+    return Measure("predictions", epoch=epoch, needs=Needs(test=2, classifier=True))
+
+
+@recorded
+def forgetting() -> Measure:
+    """Accuracy of the local model relative to the global model (LfD, equation 11), for the classes that the client has
+    and for those that it does not have; and the accuracy on these classes after every local epoch.
+
+    ``lp_present``, ``lp_absent`` [K], the means of LP over the classes that the client has (present) and does not have
+    (absent). LP of a class is the accuracy of the local model on this class divided by that of the global model. It is
+    NaN if there is no such class. LP > 1 means that the local model is better, as it often is in early rounds.
+    ``accuracy_present``, ``accuracy_absent`` [K, E], the means over these classes of the accuracy of the local model
+    (LfD, figure 4).
+    """
+
+    def client(seen: Seen, measured: Values) -> Values:
+        of_epochs = measured["class_accuracy"]  # [E, C]
+        of_global = class_accuracy(seen.tested.z, seen.tested.y, seen.tested.mask)
+        present = seen.work.label_counts(len(of_global)) > 0
+        values = {}
+        for name, classes in (("present", present), ("absent", ~present)):
+            counted = classes & ~jnp.isnan(of_global)
+            values[f"accuracy_{name}"] = jnp.where(counted, of_epochs, 0).sum(-1) / counted.sum()
+            values[f"lp_{name}"] = local_performance(of_epochs[-1], of_global, classes)
+        return values
+
+    return Measure(
+        "forgetting",
+        epoch=lambda seen: {"class_accuracy": class_accuracy(seen.logits, seen.tested.y, seen.tested.mask)},
+        client=client,
+        needs=Needs(test=1, classifier=True),
+    )
+
+
+@recorded
+def labels() -> Measure:
+    """Share of each class in the cohort's examples.
+
+    ``label_mix`` [C].
+    """
+
+    def cohort(cohort: Cohort) -> Values:
+        C = cohort.engine.num_classes or 0  # never None, because it needs a classifier
+        counts = cohort.sum(lambda work: work.label_counts(C))
+        return {"label_mix": counts / counts.sum()}
+
+    return Measure("labels", cohort=cohort, needs=Needs(classifier=True, global_model=False))
+
+
+@recorded
+def sharpness(largest: Count = 5, steps: Count = 20, probes: Count = 10) -> Measure:
+    """Largest eigenvalues, and trace, of the Hessian of the test loss at the global model; in a record, the one after
+    the round.
+
+    ``sharpness`` [largest], in descending order, fewer for a model with fewer parameters, and ``hessian_trace`` [].
+    They take steps + probes products with the Hessian, each of which takes as long as about eight evaluations.
+
+    Args:
+      largest: the number of eigenvalues, >= 1.
+      steps: of Lanczos' method, >= 1. There are at most so many eigenvalues.
+      probes: the number of random vectors in the estimate of the trace, >= 1.
+    """
+
+    def model(model: Global) -> Values:
+        return curvature(model.engine, model.params, model.test, model.key, largest, steps, probes)
+
+    return Measure("sharpness", model=model, needs=Needs(test=1))
+
+
+@recorded
+def local_sharpness(steps: Count = 20) -> Measure:
+    """Largest eigenvalue of the Hessian of the test loss at the local model of each client.
+
+    ``local_sharpness`` [K], after the last epoch.
+
+    Args:
+      steps: of Lanczos' method, >= 1. Each takes a product with the Hessian.
+    """
+
+    def client(seen: Seen, measured: Values) -> Values:
+        key = curvature_key(seen.engine, seen.round_key)
+        return {"local_sharpness": largest_eigenvalue(seen.engine, seen.theta, seen.tested.rows, key, steps)}
+
+    return Measure("local_sharpness", client=client, needs=Needs(test=1))
+
+
+MEASURES: dict[str, Callable[[], Measure]] = {
+    "updates": updates, "gradients": gradients, "predictions": predictions, "forgetting": forgetting,
+    "labels": labels, "sharpness": sharpness, "local_sharpness": local_sharpness,
+}  # fmt: skip
+Measured = str | Measure | Sequence[str | Measure]  # the argument ``measure``
 CURVED = ("sharpness", "local_sharpness")  # these take as long as hundreds of evaluations
 QUICK = tuple(name for name in MEASURES if name not in CURVED)
 
 
-def check_measures(names: str | Iterable[str], engine: Engine, has_test: bool, streamed: bool) -> tuple[str, ...]:
-    """Returns the names of the measures as a tuple.
+def chosen(measure: Any, engine: Engine, streamed: bool) -> Measures:
+    """The measures of the argument ``measure``: names, measures, True for all names, or False.
 
     Raises ConfigurationError if a name is unknown, or if a measure cannot be computed with the data or the model.
-
-    has_test: whether there is a test set. streamed: whether the training examples are kept on the host.
     """
-    names = checks.choices("measure", names, MEASURES)
-    for name in names:
-        local = engine.model.statistics is not None and engine.model.statistics.kept == "local"
-        if local and name not in ("updates", "labels"):
-            got = 'a model with statistics="local", whose running statistics only the clients have'
-            checks.refuse(f"measure={name!r} evaluates the global model", got, 'use "updates", or statistics="average"')
-        if name in (*CLASSIFIED, *CURVED) and not has_test:
-            checks.refuse(f"measure={name!r} needs a test set", "none", "pass test=(x, y) with the data")
-        if name == "predictions" and engine.test_size < 2:
-            checks.refuse('measure="predictions" needs at least 2 test examples', "1", "use a larger test set")
-        if name in (*CLASSIFIED, "labels") and engine.num_classes is None:
-            what = f"measure={name!r} needs a classifier with the default loss and one integer label per example"
-            fix = 'use "updates" or "gradients", which work with every model'
-            checks.refuse(what, "a different model or different labels", fix)
-    if streamed and "gradients" in names:
-        what = 'measure="gradients" needs the examples of all clients on the devices'
-        checks.refuse(what, "a streamed data set", "pass stream=False")
-    return names
-
-
-def nan_allowed(names: Sequence[str]) -> AbstractContextManager:
-    """Switches `jax_debug_nans` off for a program with measures, because those of absent clients are NaN."""
-    return jax.debug_nans(False) if names else nullcontext()
-
-
-def trained(engine: Engine, params: Params) -> Params:
-    """The leaves of the model that are trained: all but its running statistics."""
-    return params if engine.model.statistics is None else params["params"]
-
-
-def measure(
-    engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
-) -> dict[str, jax.Array]:
-    """Measures the drift of the round that `round_fn` would run from this state with this cohort.
-
-    See `Simulation.measure`.
-    """
-    measured = observed_round(engine, state, arrays, cohort, observer(engine, names, cohort))[2]
-    return measured | of_model(engine, names, state, arrays, state.round)
-
-
-def measured_round(
-    engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
-) -> tuple[ServerState, dict]:
-    """`round_fn`, whose ``info`` also has the measures ``names``. Those of the global model are those of the new one,
-    which is evaluated after the round."""
-    new, info = round_fn(engine, state, arrays, cohort, observer(engine, names, cohort))
-    return new, with_metrics(engine, info, of_model(engine, names, new, arrays, state.round))
-
-
-@partitionable
-def of_model(
-    engine: Engine, names: Sequence[str], state: ServerState, arrays: Arrays, t: jax.Array
-) -> dict[str, jax.Array]:
-    """The measures of the global model of a state, with the test set that `evaluate` uses. They are none of a round.
-
-    t: the round with whose key the random vectors are drawn.
-    """
-    if "sharpness" not in names:
-        return {}
-    assert arrays.test is not None
-    key = curvature_key(engine, round_keys(state.key, t)[1])
-    return curvature(engine, state.params, after(engine, arrays.test, state.round), key)
-
-
-def observer(engine: Engine, names: Sequence[str], cohort: jax.Array | Client | None) -> Observer:
-    """Computes the measures of a round while its clients train. cohort: as for `round_fn`."""
-    if not names:
-        return unobserved(engine)
-    K = engine.most_clients
-    if cohort is not None and not engine.over_selects:
-        K = len(cohort.id if isinstance(cohort, Client) else cohort)
-    places = -(-K // (num_teams(engine.mesh) * engine.lanes)) * engine.lanes  # on each device
-    return Observer(
-        before=partial(shared_values, engine, names),
-        update=partial(update_and_measure, engine, names, places),
-        after=partial(measures, engine, names),
-    )
-
-
-class Tested(NamedTuple):
-    """What the measures of a round need of the test set."""
-
-    rows: TestRows  # of this round
-    y: PyTree = ()  # [T * B], the labels, if a measure compares predictions
-    z: PyTree = ()  # [T * B, C], the logits of the global model, if a measure compares predictions
-
-
-def shared_values(engine: Engine, names: Sequence[str], assigned: Assignment, arrays: Arrays) -> PyTree:
-    """The test examples and their global predictions, if a measure needs them."""
-    if not {*CLASSIFIED, "local_sharpness"} & {*names}:
-        return ()
-    assert arrays.test is not None
-    test = at_round(engine, arrays.test, assigned.shared.t)
-    if not {*CLASSIFIED} & {*names}:
-        return Tested(test)
-    return Tested(test, labels(engine, test).reshape(-1), predictions(engine, assigned.shared.server.params, test))
-
-
-def update_and_measure(
-    engine: Engine, names: Sequence[str], places: int, shared: Shared, client: Client, old: PyTree, work: Work
-) -> tuple[ClientResult, PyTree, PyTree]:
-    """Trains one client. Returns its result, its terms of the sums over the cohort, and its measures.
-
-    places: the number of clients that its device trains in this round, with empty places.
-    """
-
-    def after_epoch(start: Params, theta: Params) -> dict[str, Any]:
-        measured: dict[str, Any] = {}
-        if "updates" in names:
-            D = trained(engine, tree.subtract(theta, start))
-            measured["update_norm"] = jnp.sqrt(tree.dot(D, D))
-            if places * engine.local.parts * tree.nbytes(D) <= KEPT_BYTES:
-                measured["update"] = D
-        if {*CLASSIFIED} & {*names}:
-            z, mask = predictions(engine, theta, tested.rows), tested.rows.mask.reshape(-1)
-        if "predictions" in names:
-            measured["cka"] = linear_cka(z, tested.z, mask)
-            measured["kl"] = mean_kl(tested.z, z, mask)
-            measured["confidence"] = mean_confidence(z, mask)
-        if "forgetting" in names:
-            measured["class_accuracy"] = class_accuracy(z, tested.y, mask)
-        return measured
-
-    tested = shared.extra  # () if no measure needs the test set
-    if not {*names} - {"labels", "sharpness"}:
-        return update(engine, shared, client, old, work), (), {}
-    result = update(engine, shared, client, old, work._replace(watch=after_epoch))
-    training = result.trained(engine.algorithm.name)
-    aggregated, bad_leaf = check_finite(engine, client, result)
-    measured = {**training.measured, "valid": (client.id < engine.num_clients) & (bad_leaf < 0)}
-    if "local_sharpness" in names:
-        key = curvature_key(engine, shared.key)
-        measured["local_sharpness"] = largest_eigenvalue(engine, training.theta, tested.rows, key)
-    if "forgetting" in names:
-        of_epochs = measured.pop("class_accuracy")  # [E, C]
-        of_global = class_accuracy(tested.z, tested.y, tested.rows.mask.reshape(-1))
-        present = label_counts(engine, work) > 0
-        for name, classes in (("present", present), ("absent", ~present)):
-            tested = classes & ~jnp.isnan(of_global)
-            measured[f"accuracy_{name}"] = jnp.where(tested, of_epochs, 0).sum(-1) / tested.sum()
-            measured[f"lp_{name}"] = local_performance(of_epochs[-1], of_global, classes)
-    if not with_means(names):
-        return result, (), measured
-    weight = jnp.where(aggregated, result.weight, 0)
-    models = training.theta, trained(engine, tree.subtract(training.theta, training.start))
-    return result, (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), measured
-
-
-def curvature_key(engine: Engine, key: jax.Array) -> jax.Array:
-    """The key for the random vectors of a round. It is the same for all models, so that they differ in nothing else.
-
-    key: the clients' key of the round.
-    """
-    return jax.random.fold_in(key, engine.num_clients + CURVATURE)
-
-
-def with_means(names: Sequence[str]) -> set[str]:
-    """Those of the measures that compare a client with a mean over the cohort."""
-    return {"updates", "gradients"} & {*names}
+    several = [measure] if isinstance(measure, Measure | bool) else checks.items(measure) or [measure]
+    named = [one for one in several if not isinstance(one, Measure)]
+    names = checks.choices("measure", named[0] if len(named) == 1 else named, MEASURES)
+    values = [*(MEASURES[name]() for name in dict.fromkeys(names)), *(m for m in several if isinstance(m, Measure))]
+    for value in values:
+        value.check(engine, streamed)
+    names_of = [value.name for value in values]
+    if twice := [name for name in names_of if names_of.count(name) > 1]:
+        checks.refuse("measures must have different names", f"{twice[0]!r} twice", "give one of them another name")
+    return Measures(values)
 
 
 def cosine(D: Params, mean_update: Params) -> jax.Array:
@@ -232,84 +205,14 @@ def cosine(D: Params, mean_update: Params) -> jax.Array:
     return jnp.where(scale == 0, 0, tree.dot(D, mean_update) / scale)
 
 
-def measures(
-    engine: Engine, names: Sequence[str], assigned: Assignment, states: PyTree, sums: PyTree, of_clients: dict[str, Any]
-) -> dict[str, jax.Array]:
-    """The measures of a round, after its clients have trained.
+def of_gradients(cohort: Cohort) -> Values:
+    """The measures of the gradients at the global model w, over all examples of all clients (`gradients`).
 
-    assigned: with the result of `shared_values` in `Shared.extra`. states: the client states before the round. sums,
-    of_clients: what `update_and_measure` returned for all clients.
+    ``period_drift`` has the weights of grad f, so it is 0 if all clients take part. ``period_drift_uniform`` is then 0
+    only for clients of equal sizes. ``dissimilarity`` is at least 1, and 1 if all gradients are equal. (The paper's
+    mean has weights 1 / N; they are equal for clients of equal sizes.)
     """
-    w, of_clients = assigned.shared.server.params, dict(of_clients)
-    measured: dict[str, jax.Array] = {}
-    if "labels" in names:
-        measured["label_mix"] = label_mix(engine, assigned.shared, assigned)
-    if "gradients" in names:
-        measured |= gradients(engine, assigned.shared, assigned)
-    if left := with_means(names):
-        models, weight = sums
-        means = jax.tree.map(lambda s, like: (s / weight).astype(like.dtype), models, (w, trained(engine, w)))
-        if "update" in of_clients:
-            left -= {"updates"}
-            of_all = cosine
-            for _ in range(4):  # [D, G, L, E]
-                of_all = jax.vmap(of_all, (0, None))
-            of_clients["update_cosine"] = of_all(of_clients.pop("update"), means[1])
-        if left:
-            of_clients |= second_training(engine, left, assigned, states, *means)
-    if of_clients:
-        valid = of_clients.pop("valid")
-        of_cohort = partial(in_cohort_order, len(assigned.cohort.id), assigned.order, assigned.empty)
-        for name, values in of_clients.items():
-            seen = valid.reshape(*valid.shape, *[1] * (values.ndim - 3))
-            measured[name] = of_cohort(jnp.where(seen, values, jnp.nan))
-    return measured
-
-
-def second_training(
-    engine: Engine, names: set[str], assigned: Assignment, states: PyTree, w_S: Params, mean_update: Params
-) -> dict[str, jax.Array]:
-    """The measures that compare a model of every epoch with a mean over the cohort, leaves [D, G, L, E].
-
-    The mean is only known after all clients have trained, so they train again. w_S: the mean of their models.
-    """
-
-    def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        w_S, mean_update = shared.extra
-        shared = as_started(engine, shared, client)
-        work = client_work(engine, shared, client, longest)
-        at_mean = full_gradient(work, w_S) if "gradients" in names else None
-
-        def after_epoch(start: Params, theta: Params) -> dict[str, jax.Array]:
-            measured = {}
-            if "updates" in names:
-                measured["update_cosine"] = cosine(trained(engine, tree.subtract(theta, start)), mean_update)
-            if "gradients" in names:
-                gap = tree.subtract(full_gradient(work, theta), at_mean)
-                measured["client_drift"] = tree.dot(gap, gap)  # FedEve (4)
-            return measured
-
-        result = update(engine, shared, client, old, work._replace(watch=after_epoch))
-        return (), result.trained(engine.algorithm.name).measured, ()
-
-    shared = assigned.shared._replace(extra=(w_S, mean_update))
-    return over_clients(engine, one, shared, assigned.placed, states)[1]
-
-
-def gradients(engine: Engine, shared: Shared, assigned: Assignment) -> dict[str, jax.Array]:
-    """The measures of the gradients at the global model w, over all examples of all clients.
-
-    With grad f = sum_i p_i grad F_i and p_i = n_i / n:
-
-    - ``period_drift``: ||sum_S n_i grad F_i / sum_S n_i - grad f||^2, FedEve's equation 3 for the cohort S of this
-      round, with the weights of grad f. It is 0 if all clients take part.
-    - ``period_drift_uniform``: ||mean_S grad F_i - grad f||^2, the equation as printed. If all clients take part, it is
-      0 only for clients of equal sizes.
-    - ``dissimilarity``: Gamma = sqrt(sum_i p_i ||grad F_i||^2 / ||grad f||^2), FedGVRGM's equation 4. It is at least 1,
-      and 1 if all gradients are equal. (The paper's mean has weights 1 / N; they are equal for clients of equal sizes.)
-    - ``gradient_variance``: sum_i p_i ||grad F_i - grad f||^2.
-    - ``gradient_norm``: ||grad f||.
-    """
+    engine, assigned, shared = cohort.engine, cohort.assigned, cohort.assigned.shared
     N = engine.num_clients
     n = round(engine.mean_size * N)  # the number of examples, without the padding on the devices
     chosen = jnp.zeros(N + 1, bool).at[assigned.cohort.id].set(True).at[N].set(False)
@@ -343,26 +246,6 @@ def gradients(engine: Engine, shared: Shared, assigned: Assignment) -> dict[str,
         "gradient_variance": jnp.maximum(square - norm2, 0),
         "gradient_norm": jnp.sqrt(norm2),
     }
-
-
-def label_mix(engine: Engine, shared: Shared, assigned: Assignment) -> jax.Array:
-    """float [C]: the share of each class in the cohort's examples."""
-
-    def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        return label_counts(engine, client_work(engine, shared, client, longest)), (), ()
-
-    counts, _, _ = over_clients(engine, one, shared._replace(extra=()), assigned.placed, ())
-    return counts / counts.sum()
-
-
-def predictions(engine: Engine, params: Params, test: TestRows) -> jax.Array:
-    """Logits [T * B, C] of the test examples, including the padding."""
-
-    def batch(rows: TestRows) -> jax.Array:
-        return engine.model.with_mask(rows.mask).apply(params, inputs(engine, rows, test.t)[0])
-
-    logits = lax.map(batch, test._replace(t=None))
-    return logits.reshape(-1, logits.shape[-1])
 
 
 def linear_cka(X: jax.Array, Y: jax.Array, mask: jax.Array | None = None) -> jax.Array:
@@ -440,15 +323,3 @@ def local_performance(local: jax.Array, whole: jax.Array, classes: jax.Array) ->
     """
     counted = classes & (whole > 0)
     return jnp.where(counted, local / jnp.where(counted, whole, 1), 0).sum() / counted.sum()
-
-
-def label_counts(engine: Engine, work: Work) -> jax.Array:
-    """float [C]: the number of the client's examples in each class."""
-    C = engine.num_classes or 0  # never None: `check_measures` only allows classifiers
-    batch = work.epoch(jax.random.fold_in(work.key, work.epochs))
-
-    def add(k: jax.Array, counts: jax.Array) -> jax.Array:
-        _, y, mask = batch(k)
-        return counts + (jax.nn.one_hot(y, C) * mask[:, None]).sum(0)
-
-    return lax.fori_loop(0, work.num_batches, add, jnp.zeros(C))

@@ -12,7 +12,7 @@ import numpy as np
 from fedjax_drift import checks, reprs, spec, tree
 from fedjax_drift.data import joining
 from fedjax_drift.devices.mesh import put
-from fedjax_drift.measures.drift import trained
+from fedjax_drift.measures.measure import trained
 from fedjax_drift.round.engine import TestRows
 from fedjax_drift.round.rows import place_test
 from fedjax_drift.spec import AmountOrZero, checked

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from fedjax_drift import checks
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import copied, leaf_shardings, put
 from fedjax_drift.devices.processes import spans_processes
-from fedjax_drift.measures.drift import nan_allowed
+from fedjax_drift.measures.measure import Measure, nan_allowed
 from fedjax_drift.round.engine import Rows, TestRows
 from fedjax_drift.round.evaluate import after, server_scores
 from fedjax_drift.simulation import validate
@@ -74,10 +74,10 @@ class Executor:
         self.use_constants()  # the algorithm uses a hyper-parameter in an ``if``, for example
         return call()
 
-    def launch_round(self, name: str, measures: Sequence[str], *arguments: Any) -> Any:
+    def launch_round(self, name: str, measures: tuple[Measure, ...], *arguments: Any) -> Any:
         """Calls a program that runs rounds with drift measures."""
         with nan_allowed(measures):
-            return self.launch(name, tuple(measures), *arguments)
+            return self.launch(name, measures, *arguments)
 
     def computation(self) -> str:
         """Names what a round computes, for checkpoints: the version of JAX, the kind of device, and a checksum of the
@@ -139,7 +139,7 @@ class Executor:
         return state._replace(clients=put(state.clients.gather(fetched.ids), self.setup.everywhere))
 
     def one_round(
-        self, state: ServerState, fetched: Fetched, measures: Sequence[str], donate: bool
+        self, state: ServerState, fetched: Fetched, measures: tuple[Measure, ...], donate: bool
     ) -> tuple[ServerState, dict]:
         """Runs one round with its drift measures. Raises an exception if the result must be rejected."""
         setup, store = self.setup, state.clients
@@ -160,7 +160,7 @@ class Executor:
         return new, info
 
     def rounds(
-        self, state: ServerState, n: int, fetched: Fetched, measures: Sequence[str], may_overwrite: bool
+        self, state: ServerState, n: int, fetched: Fetched, measures: tuple[Measure, ...], may_overwrite: bool
     ) -> tuple[ServerState, dict]:
         """Runs n rounds. If ``may_overwrite`` is False, the given state stays valid, because a copy is overwritten."""
         setup = self.setup

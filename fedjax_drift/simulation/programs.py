@@ -31,7 +31,8 @@ from fedjax_drift.devices.launch import launch
 from fedjax_drift.devices.mesh import any_device, is_described
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.local import LocalTraining
-from fedjax_drift.measures import drift, personal
+from fedjax_drift.measures import measure, personal
+from fedjax_drift.measures.measure import Measure
 from fedjax_drift.message import summed
 from fedjax_drift.model import Model
 from fedjax_drift.participation import uniform
@@ -60,15 +61,17 @@ FrozenArrays = tuple[PyTree, ...]
 class Compiled(NamedTuple):
     """Jitted functions, compiled when they are first called.
 
-    ``names`` are those of the drift measures that a round computes. With measures, `rounds` runs one round. In the
-    programs of a sweep, numbers, keys, states, parameters and results have a first axis of runs.
+    ``measures`` are the drift measures that a round computes. With measures, `rounds` runs one round. In the programs
+    of a sweep, numbers, keys, states, parameters and results have a first axis of runs.
     """
 
     init: Callable  # (numbers, frozen, key, params, sizes) -> state
-    round: Callable  # (numbers, frozen, names, state, arrays, cohort) -> (state, info)
+    round: Callable  # (numbers, frozen, measures, state, arrays, cohort) -> (state, info)
     donating_round: Callable  # the same as `round`, but the state is overwritten
-    rounds: Callable  # (numbers, frozen, names, state, arrays, n) -> (state, infos), n <= MOST_ROUNDS; overwrites state
-    measure: Callable  # (numbers, frozen, names, state, arrays, cohort) -> measures
+    rounds: (
+        Callable  # (numbers, frozen, measures, state, arrays, n) -> (state, infos), n <= MOST_ROUNDS; overwrites state
+    )
+    measure: Callable  # (numbers, frozen, measures, state, arrays, cohort) -> measures
     select: Callable  # (numbers, frozen, state, arrays) -> (ids, factors)
     select_on_host: Callable  # the same, on a device that is not one of the mesh
     evaluate: Callable  # (numbers of `scoring`, frozen, params, test) -> scores
@@ -169,16 +172,16 @@ class Programs:
 
 
 def rounds(
-    engine: Engine, names: tuple[str, ...], state: ServerState, arrays: Arrays, n: jax.Array
+    engine: Engine, measures: tuple[Measure, ...], state: ServerState, arrays: Arrays, n: jax.Array
 ) -> tuple[ServerState, dict]:
-    """Runs n <= MOST_ROUNDS rounds in one program, or one round with the drift measures ``names``.
+    """Runs n <= MOST_ROUNDS rounds in one program, or one round with drift measures.
 
     Returns the last state, and the infos of the rounds, leaves [MOST_ROUNDS, ...], or [1, ...] with measures. Only the
     first n infos are valid.
     """
-    round_fn = partial(drift.measured_round, engine, names)
+    round_fn = partial(measure.measured_round, engine, measures)
     _, info = jax.eval_shape(round_fn, state, arrays, None)
-    most = 1 if names else MOST_ROUNDS
+    most = 1 if measures else MOST_ROUNDS
     infos = jax.tree.map(lambda a: jnp.zeros((most, *a.shape), a.dtype), info)
 
     def one(j: jax.Array, carry: tuple[ServerState, dict]) -> tuple[ServerState, dict]:
@@ -250,13 +253,13 @@ def _compiled(form: recipes.Form, one_state: bool, layout: Layout | None) -> Com
     if layout is None:
         start = partial(_started, _initial(recipes.split(only(engine, "model", "mesh"), form.fixed)[0]), start)
     score, score_rows = _scoring(recipes.split(scoring(engine), form.fixed)[0], layout)
-    round_of, next_state = partial(jit, drift.measured_round, (0, 3), static_argnums=2), (state, seen)
+    round_of, next_state = partial(jit, measure.measured_round, (0, 3), static_argnums=2), (state, seen)
     return Compiled(
         init=start,
         round=round_of(out_shardings=next_state),
         donating_round=round_of(donate_argnums=3, out_shardings=next_state),
         rounds=jit(rounds, (0, 3), static_argnums=2, donate_argnums=3, out_shardings=next_state),
-        measure=jit(drift.measure, (0, 3), static_argnums=2, out_shardings=seen),
+        measure=jit(measure.measure, (0, 3), static_argnums=2, out_shardings=seen),
         select=jit(select, (0, 2), out_shardings=seen),
         select_on_host=jit(select, (0, 2)),
         evaluate=score,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +20,8 @@ from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import flat, leaf_shardings, num_teams, team_size
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift
+from fedjax_drift.measures.drift import Measured
+from fedjax_drift.measures.measure import Measures
 from fedjax_drift.message import summed
 from fedjax_drift.model import Model
 from fedjax_drift.participation import Participation, bernoulli
@@ -52,7 +53,7 @@ class Setup:
     algorithm: Algorithm  # as given; that of the engine also handles running statistics
     engine: Engine  # its model is without the arrays of frozen parameters
     arrays: Arrays  # the data set on the devices
-    measures: tuple[str, ...]  # names of the drift measures to compute in every round
+    measures: Measures  # the drift measures to compute in every round
     on_nonfinite: str
     donate: bool
     eval_batch_size: int
@@ -186,7 +187,7 @@ class Options(NamedTuple):
     devices: Devices | None
     placement: Placement
     on_nonfinite: str
-    measure: str | Sequence[str]
+    measure: Measured
 
 
 def assemble(options: Options) -> Setup:
@@ -276,7 +277,7 @@ def assemble(options: Options) -> Setup:
     )
     if client_store == "sharded" and D > 1:
         engine = engine._replace(state_rows=-(-N // D) * D, sharded=True)
-    measures = drift.check_measures(options.measure, engine, data.x_test is not None, rows_at == "host")
+    measures = drift.chosen(options.measure, engine, streamed=rows_at == "host")
     arrays = rows.place(data, mesh, rows_at, placement.eval_batch_size)
     if algorithm.requires.accuracy:
         test = at_round(engine, arrays.test, jnp.int32(0)) if arrays.test is not None else None

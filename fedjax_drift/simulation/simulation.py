@@ -106,7 +106,8 @@ class Simulation:
         state. "raise": `round_fn` waits for the round and raises FloatingPointError. The state before the round stays
         valid.
       measure: the drift measures to compute in every round, any of "updates", "gradients", "predictions", "forgetting",
-        "labels", "sharpness", "local_sharpness" (see `Simulation.measure`). They are computed while the clients train,
+        "labels", "sharpness", "local_sharpness" (see `Simulation.measure`), or values such as
+        ``fd.measures.sharpness(largest=1)`` and your own `fd.measures.Measure`. They are computed while clients train,
         except for "gradients", for which they train a second time. Default: none, at no cost.
       **options: the fields of `fd.Failures` and `fd.Placement` can also be passed directly as keyword arguments:
         ``Simulation(..., dropout=0.1, lanes=16)``.
@@ -130,7 +131,7 @@ class Simulation:
         devices: Devices | None = None,
         placement: Placement | None = None,
         on_nonfinite: Literal["keep", "drop_client", "raise"] = "keep",
-        measure: str | Sequence[str] = (),
+        measure: drift.Measured = (),
         **options: Unpack[FlatOptions],
     ) -> None:
         if "sampling" in options:
@@ -579,63 +580,38 @@ class Simulation:
     def measure(
         self,
         state: ServerState,
-        names: str | Sequence[str] = drift.QUICK,
+        names: drift.Measured = drift.QUICK,
         cohort: Sequence[int] | Sequence[str] | np.ndarray | jax.Array | None = None,
     ) -> dict[str, jax.Array]:
         """Measures the drift of the round ``round_fn(state, cohort)``. The state does not change.
 
-        Notation: K is the number of clients in the cohort S (with Bernoulli sampling the upper bound, see `round_fn`),
-        and E the number of local epochs. w is the global model, theta_i a local model, D_i is theta_i minus the model
-        that was sent to client i, and w_S is the mean of the local models. F_i is the mean loss over the examples of
-        client i, n_i their number, p_i = n_i / sum n_j, and f = sum_i p_i F_i. C is the number of classes.
-
         Args:
           state: from `init` or an earlier round.
-          names: the measures to compute. Default: all but "sharpness" and "local_sharpness", which take long. This
-            requires a classifier and a test set.
+          names: the measures to compute: names, or values such as `fd.measures.sharpness`. Default: all names but
+            "sharpness" and "local_sharpness", which take long. This requires a classifier and a test set.
           cohort: as in `round_fn`.
 
         Returns:
           A dict. The values of a client are NaN if the client does not report or if its update is not finite.
 
-          - "updates": ``update_norm`` [K, E], ||D_i||; ``update_cosine`` [K, E], with the cohort's mean update.
-          - "gradients": ``client_drift`` [K, E], ||grad F_i(theta_i) - grad F_i(w_S)||^2 (FedEve, eq. 4);
-            ``period_drift`` [], ||sum_S n_i grad F_i(w) / sum_S n_i - grad f(w)||^2 (FedEve, eq. 3, for this cohort);
-            ``period_drift_uniform`` [], the same with equal weights in the mean over S, as printed in the paper;
-            ``dissimilarity`` [], sqrt(sum_i p_i ||grad F_i(w)||^2 / ||grad f(w)||^2) (FedGVRGM, equation 4);
-            ``gradient_variance`` [], sum_i p_i ||grad F_i(w) - grad f(w)||^2; ``gradient_norm`` [], ||grad f(w)||.
-            These measures need the gradients of all N clients.
-          - "predictions": ``cka`` [K, E], linear CKA of local and global logits on the test set; ``kl`` [K, E], mean
-            KL(global || local) in nats; ``confidence`` [K, E], mean of the largest probability that the local model
-            predicts (LfD, figure 3).
-          - "forgetting": ``lp_present``, ``lp_absent`` [K], the means of LP over the classes that the client has
-            (present) and does not have (absent). LP of a class is the accuracy of the local model on this class divided
-            by that of the global model (LfD, eq. 11). NaN if there is no such class. LP > 1 means that the local model
-            is better, as it often is in early rounds. ``accuracy_present``, ``accuracy_absent`` [K, E], the means over
-            these classes of the accuracy of the local model (LfD, figure 4).
-          - "labels": ``label_mix`` [C], the share of each class in the examples of the cohort.
-          - "sharpness": ``sharpness`` [5], the largest eigenvalues of the Hessian of the test loss at w, in descending
-            order, from 20 steps of Lanczos' method (fewer eigenvalues for a model with fewer parameters);
-            ``hessian_trace`` [], an unbiased estimate of its trace from 10 random vectors (Hutchinson). These take 30
-            products with the Hessian. The model and the test loss are those of ``evaluate(state)``. So in ``info`` and
-            in the history, they are those of the model after the round, like "loss". All other measures are of the
-            clients of the round, and of the model w that they received.
-          - "local_sharpness": ``local_sharpness`` [K], the largest eigenvalue at theta_i after the last epoch. It takes
-            20 products with the Hessian for each client.
+          The pages of `fd.measures.updates`, `fd.measures.gradients` and so on say what each measure is. "sharpness" is
+          that of the model and the test loss of ``evaluate(state)``. So in ``info`` and in the history, it is that of
+          the model after the round, like "loss". All other measures are of the clients of the round, and of the model w
+          that they received.
 
         Raises:
           ValueError: a measure needs a test set or labels that the data do not have.
         """
         setup = self.setup
-        names = drift.check_measures(names, setup.engine, self.data.x_test is not None, setup.streamed)
-        if not names:
+        measures = drift.chosen(names, setup.engine, setup.streamed)
+        if not measures:
             return {}
         state, cohort = setup.admit(state), self._checked_cohort(cohort)
         fetched = Fetched(setup.arrays, cohort)
         if setup.needs_host:
             fetched = self.executor.fetch(self.executor.selects_from(state), cohort)
         state = self.executor.with_states(state, fetched)
-        return self.executor.launch_round("measure", names, state, fetched.arrays, fetched.cohort)
+        return self.executor.launch_round("measure", measures, state, fetched.arrays, fetched.cohort)
 
     def evaluate(self, state: ServerState) -> dict[str, float]:
         """Evaluates the global model on the test set.

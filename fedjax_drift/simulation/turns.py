@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift import checks
 from fedjax_drift.devices.launch import launch
 from fedjax_drift.devices.mesh import copied
-from fedjax_drift.measures.drift import nan_allowed
+from fedjax_drift.measures.measure import nan_allowed
 from fedjax_drift.round import rows
 from fedjax_drift.round.evaluate import after, server_scores
 from fedjax_drift.simulation.layout import Layout
@@ -135,10 +135,10 @@ class TurnTrack:
         """Does nothing: the data are already on the devices."""
 
     def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
-        names = self.setup.measures if measured else ()
+        measures = self.setup.measures if measured else ()
         self._rounds = t + n
-        with nan_allowed(names):
-            self.state, infos = self._launch("rounds", names, self.state, self.arrays, np.int32(n))
+        with nan_allowed(measures):
+            self.state, infos = self._launch("rounds", measures, self.state, self.arrays, np.int32(n))
         return infos
 
     def score(self) -> dict[str, jax.Array]:
