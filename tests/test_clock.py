@@ -29,6 +29,7 @@ from fedjax_drift.round.flight import DEVICE_SPEEDS
 
 DEVICES = fd.Devices(speed_spread=0.8, up=1e3, down=4e3, seconds_per_step=0.1)
 ASYNCHRONOUS = fd.clock.asynchronous(6, "polynomial", max_staleness=4)
+FEDBUFF = ASYNCHRONOUS.recipe.again(ASYNCHRONOUS.recipe.arguments | {"starts": "report"})
 
 
 def simulate(data, rule=None, algorithm=None, accelerators: int = 1, **options) -> fd.Simulation:
@@ -60,6 +61,33 @@ def updates_of(
         new = start(t + 1, K, {i for _, _, i, _ in queue})
         for (_, slot, _, _), i in zip(arrived, new, strict=True):
             heapq.heappush(queue, (now + duration(i), slot, i, t + 1))
+
+
+def updates_at_reports(
+    M: int, K: int, T: int, duration: Callable[[int], float], start: Callable[[int, int, set[int]], list[int]]
+) -> Iterator[tuple[float, list[tuple[int, int]]]]:
+    """Like `updates_of`, as in FedBuff: another client starts as soon as one reports.
+
+    The clients that start in a round are drawn when it begins: K - 1 in its course, and one at the end of the round
+    before it.
+    """
+    first = start(0, M + K - 1, set())
+    queue, waiting, now = [(duration(i), slot, i, 0) for slot, i in enumerate(first[:M])], first[M:], 0.0
+    heapq.heapify(queue)
+    slots = [*range(M, M + K - 1)]  # of those that wait
+    for t in range(T):
+        arrived = []
+        for k in range(K):
+            arrived.append(heapq.heappop(queue))
+            now = arrived[-1][0]
+            if k < K - 1:
+                heapq.heappush(queue, (now + duration(waiting[k]), slots[k], waiting[k], t))
+        arrived.sort(key=lambda event: event[1])
+        yield now, [(i, version) for _, _, i, version in arrived]
+        empty = [slot for _, slot, _, _ in arrived]
+        new = start(t + 1, K, {i for _, _, i, _ in queue})
+        heapq.heappush(queue, (now + duration(new[0]), empty[0], new[0], t + 1))
+        waiting, slots = new[1:], empty[1:]
 
 
 class Server(dict):
@@ -107,9 +135,10 @@ VECTORS = {"fedavg": 1, "fedavgm": 1, "scaffold": 2, "feddc": 2}  # sent in each
 
 
 @pytest.mark.parametrize("name", ["fedavg", "scaffold", thorough("fedavgm"), thorough("feddc")])
-def test_asynchronous_rounds_are_those_of_an_event_queue(name) -> None:
+@pytest.mark.parametrize("starts", [None, "report"])
+def test_asynchronous_rounds_are_those_of_an_event_queue(name, starts) -> None:
     """The same events, and in float64 the same models, over 30 updates with log-normal speeds."""
-    M, buffer, T, most = 5, 2, 30, 2
+    M, buffer, T, most = {None: (5, 2, 30, 2), "report": (3, 3, 30, 1)}[starts]
     with jax.enable_x64(True):
         examples, rng = label_skewed_clients(np.float64), np.random.default_rng(1)
         params = {"w": rng.normal(size=(FEATURES, CLASSES)), "b": rng.normal(size=CLASSES)}
@@ -119,7 +148,7 @@ def test_asynchronous_rounds_are_those_of_an_event_queue(name) -> None:
             getattr(fd.algorithms, name)(**OPTIONS.get(name, {})),
             local=fd.LocalTraining(**LOCAL),
             cohort_size=buffer,
-            clock=fd.clock.asynchronous(M, "hinge", hinge=(2, 1), max_staleness=most),
+            clock=fd.clock.asynchronous(M, "hinge", hinge=(2, 1), max_staleness=most, starts=starts),
             devices=DEVICES,
             mesh=fd.clients_mesh(jax.devices()[:1]),
         )
@@ -147,7 +176,8 @@ def test_asynchronous_rounds_are_those_of_an_event_queue(name) -> None:
 
         zeros = np.zeros_like(w)
         servers, owns, stale = [Server(w=w, v=zeros, c=zeros, h=zeros)], [{} for _ in SIZES], set()
-        for t, (now, reports) in enumerate(updates_of(M, buffer, T, duration, start)):
+        events = updates_of if starts is None else updates_at_reports
+        for t, (now, reports) in enumerate(events(M, buffer, T, duration, start)):
             kept = [(i, v) for i, v in reports if t - v <= most]
             assert infos[t]["cohort"].tolist() == [i if t - v <= most else -1 for i, v in reports], t
             assert infos[t]["staleness"].tolist() == [t - v for _, v in reports], t
@@ -169,7 +199,7 @@ def test_asynchronous_rounds_are_those_of_an_event_queue(name) -> None:
             servers.append(step(name, servers[t], mean, len(kept) / len(SIZES)) if kept else servers[t])
             error = np.linalg.norm(models[t] - servers[-1].w) / np.linalg.norm(servers[-1].w)
             assert error < 1e-9, (t, error)
-        assert stale == {0, 1, 2} and sum(info["too_stale"] for info in infos) > 0
+        assert stale == {*range(most + 1)} and sum(info["too_stale"] for info in infos) > 0
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -204,8 +234,9 @@ def test_max_staleness_0_drops_all_late_updates(data) -> None:
 
 
 @pytest.mark.thorough
-def test_a_client_is_never_in_two_slots(data) -> None:
-    sim = simulate(data, fd.participation.diurnal(5.0), clock=ASYNCHRONOUS, devices=DEVICES)
+@pytest.mark.parametrize("clock", [ASYNCHRONOUS, FEDBUFF])
+def test_a_client_is_never_in_two_slots(data, clock) -> None:
+    sim = simulate(data, fd.participation.diurnal(5.0), clock=clock, devices=DEVICES)
     state, in_flight = sim.init(jax.random.key(3)), []
     for t in range(12):
         ids = np.asarray(state.clock.slots.id)
@@ -216,6 +247,14 @@ def test_a_client_is_never_in_two_slots(data) -> None:
         state, info = sim.round_fn(state)
         assert {*info["cohort"].tolist()} - {-1} <= {*present.tolist()}, t
     assert min(in_flight) < 6 and max(in_flight[1:]) > 3  # slots stay empty at night, and are filled again
+
+
+@pytest.mark.thorough
+def test_with_one_report_a_round_both_kinds_of_start_are_the_same(data) -> None:
+    sims = [simulate(data, clock=clock, devices=DEVICES, cohort_size=1) for clock in (ASYNCHRONOUS, FEDBUFF)]
+    (state, _), (other, _) = (rounds(sim, 6) for sim in sims)
+    for a, b in zip(leaves(state), leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_an_update_is_multiplied_by_its_discount_and_its_weight_is_not(data) -> None:
@@ -353,6 +392,7 @@ def test_a_codec_shortens_the_upload(data) -> None:
         thorough({"bank": "folder"}),
         thorough({"lanes": 2}),
         thorough({"lanes": 2, "accelerators": 2, "stream": True}),
+        thorough({"clock": FEDBUFF, "lanes": 2, "accelerators": 2, "stream": True, "bank": "sharded"}),
     ],
     ids=str,
 )
@@ -360,9 +400,10 @@ def test_asynchronous_rounds_do_not_depend_on_the_placement(data, tmp_path, opti
     if len(jax.devices()) < options.get("accelerators", 1):
         pytest.skip("needs 2 devices")
     timing = {"clock": ASYNCHRONOUS, "devices": DEVICES, "stragglers": 0.3, "dropout": 0.2}
+    timing |= {name: value for name, value in options.items() if name == "clock"}
     reference, infos = rounds(simulate(data, **timing), 6)
     options = options | ({"bank": tmp_path / "states"} if options.get("bank") == "folder" else {})
-    state, others = rounds(simulate(data, **timing, **options), 6)
+    state, others = rounds(simulate(data, **timing | options), 6)
     for info, other in zip(infos, others, strict=True):
         for name in ("cohort", "staleness", "time", "client_steps"):
             np.testing.assert_array_equal(info[name], other[name], name)
@@ -371,8 +412,9 @@ def test_asynchronous_rounds_do_not_depend_on_the_placement(data, tmp_path, opti
 
 
 @pytest.mark.thorough
-def test_run_scan_sweep_and_resume_agree(data, tmp_path) -> None:
-    sim = simulate(data, None, clock=ASYNCHRONOUS, devices=DEVICES)
+@pytest.mark.parametrize("clock", [ASYNCHRONOUS, FEDBUFF])
+def test_run_scan_sweep_and_resume_agree(data, tmp_path, clock) -> None:
+    sim = simulate(data, None, clock=clock, devices=DEVICES)
     state, infos = rounds(sim, 5)
     once, history = sim.run(sim.init(jax.random.key(0)), 5, progress=False)
     np.testing.assert_allclose([record["time"] for record in history], [info["time"] for info in infos], rtol=1e-6)
@@ -434,6 +476,10 @@ def test_measures_start_where_the_clients_have_started(data, monkeypatch) -> Non
     [
         ({"clock": fd.clock.asynchronous(2)}, "concurrency must be in 3..8"),
         ({"clock": fd.clock.asynchronous(9)}, "concurrency must be in 3..8"),
+        (
+            {"clock": fd.clock.asynchronous(7, starts="report")},
+            "concurrency must be in 1..6, got 7: a round begins with",
+        ),
         ({"clock": "asynchronous"}, "clock must be"),
         ({"clock": ASYNCHRONOUS, "sampling": "bernoulli"}, "got bernoulli"),
         ({"clock": ASYNCHRONOUS, "deadline": 2.0}, "deadline must be left out"),

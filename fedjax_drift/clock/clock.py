@@ -23,6 +23,7 @@ class Clock(NamedTuple):
       max_staleness: an update that is staler than this is dropped.
       mixes: "updates" or "models", see `asynchronous`.
       name: the name in logs and messages.
+      starts: "report" or None, see `asynchronous`.
       recipe: how it was made.
     """
 
@@ -31,6 +32,7 @@ class Clock(NamedTuple):
     max_staleness: int = 0
     mixes: str = "updates"
     name: str = "synchronous"
+    starts: str | None = None
     recipe: Recipe | None = None
 
     def __repr__(self) -> str:
@@ -55,6 +57,7 @@ def asynchronous(
     hinge: Hinge = (10.0, 4.0),
     max_staleness: CountOrZero = 20,
     mixes: Literal["updates", "models"] = "updates",
+    starts: Literal["report"] | None = None,
 ) -> Clock:
     """Clients report when they are ready, and the server is updated with every K reports.
 
@@ -67,13 +70,13 @@ def asynchronous(
 
     so that s makes an update smaller, also if all are equally stale.
 
-    With K > 1 it is FedBuff (Nguyen et al. 2022, arXiv 2106.06639), with one difference: in FedBuff another client
-    starts as soon as one reports, so that M train at any time. Here K start together, at the K-th report, and their
-    variables are newer. With ``cohort_size=1``, ``mixes="models"`` and a
-    ``server_lr`` alpha it is FedAsync (Xie, Koyejo, Gupta 2019, arXiv 1903.03934).
+    With K > 1 and ``starts="report"`` it is FedBuff (Nguyen et al. 2022, arXiv 2106.06639, algorithm 1). With
+    ``cohort_size=1``, ``mixes="models"`` and a ``server_lr`` alpha it is FedAsync (Xie, Koyejo, Gupta 2019, arXiv
+    1903.03934).
 
     Args:
-      concurrency: M, in K..N. With M = K the server waits for all, so that nothing is stale.
+      concurrency: M, in K..N, or in 1..N - K + 1 with ``starts="report"``. With M = K the server waits for all, so that
+        nothing is stale, unless ``starts="report"``.
       staleness: s(tau). "constant": 1. "polynomial": (1 + tau)^-exponent. "hinge": 1 up to tau = b, and then
         1 / (a (tau - b) + 1).
       exponent: >= 0, of "polynomial". Default: 0.5, as in FedBuff.
@@ -83,6 +86,10 @@ def asynchronous(
       mixes: "updates" (default): the message of a client is the difference from the model with which it started.
         "models": it is the difference from the present model, so that the server mixes models as FedAsync does:
         w <- (1 - alpha s) w + alpha s theta_i. The message of the algorithm must be shaped like the model.
+      starts: when other clients start. None (default): K clients start together, at the K-th report, with the new
+        variables. "report": as in FedBuff, a client starts as soon as another one reports, so that M train at any time.
+        The first K - 1 of a round start with the variables before its update, and may report in the same round. The
+        clients that start in a round are selected from those that aren't training when it begins.
     """
     a, b = hinge
     discounts: dict[str, Callable[[Any], Any]] = {
@@ -91,4 +98,4 @@ def asynchronous(
         "hinge": lambda tau: 1 / (a * jnp.maximum(tau - b, 0) + 1),
     }
     discount = discounts[staleness]
-    return Clock(concurrency, discount, max_staleness, mixes, "asynchronous")
+    return Clock(concurrency, discount, max_staleness, mixes, "asynchronous", starts)

@@ -26,7 +26,7 @@ def initial_clock(engine: Engine, state: ServerState, sizes: jax.Array) -> PyTre
     time = jnp.zeros((), float)
     if not engine.asynchronous:
         return VirtualClock(time)
-    N, M = engine.num_clients, engine.clock.concurrency or 0
+    N, M = engine.num_clients, engine.slots
     empty = Slots(jnp.full(M, N, jnp.int32), jnp.zeros(M, jnp.int32), jnp.full(M, jnp.inf, float))
     slots = filled(engine, state, Arrays(None, None, sizes), empty, M, None)
     R, past = engine.clock.max_staleness + 1, ()
@@ -48,7 +48,7 @@ def advance(
     if not engine.asynchronous:
         time = clock.time + of_slowest(engine, before, assigned)
         return VirtualClock(time), {"time": time}
-    N, M, slots = engine.num_clients, engine.clock.concurrency or 0, clock.slots
+    N, M, slots = engine.num_clients, engine.slots, clock.slots
     slot = next_slots(engine, slots)
     wait = slots.wait[slot]
     elapsed = jnp.where(jnp.isfinite(wait), wait, 0).max()  # until the last of these reports
@@ -94,10 +94,29 @@ def filled(
         _, steps = outcome(engine, engine.failures, state, clients)
         clients = clients._replace(steps=steps)
     wait = jnp.where(id_ < N, seconds(engine, state.key, state.server, clients), jnp.inf)
-    return replicated(
-        engine,
-        Slots(id_, jnp.where(is_empty, state.round, slots.version), jnp.where(is_empty, wait, slots.wait)),
-    )
+    wait = jnp.where(is_empty, wait, slots.wait)
+    if engine.clock.starts is not None:
+        wait = after_reports(wait, jnp.where(is_empty, number - is_empty.sum(), -engine.slots), engine.cohort_size - 1)
+    return replicated(engine, Slots(id_, jnp.where(is_empty, state.round, slots.version), wait))
+
+
+def after_reports(wait: jax.Array, number: jax.Array, count: int) -> jax.Array:
+    """float [M]: the seconds until each client reports, if ``count`` clients start at the next ``count`` reports.
+
+    wait: float [M], the seconds from its start, or from now for one that trains already. number: int32 [M], -count for
+    the client that starts at the next report, ..., -1 for the last one. A client with another number has started.
+    """
+    trains, needs = number < -count, wait
+
+    def start_one(k: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        wait, reports = carry  # reports: when those that train and have not been replaced report
+        report = jnp.argmin(reports)
+        time = reports[report]
+        starts = number == k - count
+        wait = jnp.where(starts, time + needs, wait)
+        return wait, jnp.where(starts, wait, reports.at[report].set(jnp.inf))
+
+    return jax.lax.fori_loop(0, count, start_one, (wait, jnp.where(trains, wait, jnp.inf)))[0]
 
 
 def of_slowest(engine: Engine, state: ServerState, assigned: Assignment) -> jax.Array:

@@ -133,6 +133,13 @@ class Engine(NamedTuple):
         return self.clock.concurrency is not None
 
     @property
+    def slots(self) -> int:
+        """The number of clients that train, or will start in this round, if rounds are asynchronous: M, or with
+        ``starts="report"`` M + K - 1."""
+        M = self.clock.concurrency or 0
+        return M if self.clock.starts is None else M + self.cohort_size - 1
+
+    @property
     def over_selects(self) -> bool:
         """Whether a round selects more clients than it aggregates."""
         return self.clients_selected > self.cohort_size

@@ -26,7 +26,8 @@ DEVICE_SPEEDS = 2**32 - 1  # fold_in(state.key, DEVICE_SPEEDS) is the key for th
 
 
 class Slots(NamedTuple):
-    """The clients in flight, [M]. An empty slot has the id N."""
+    """The clients in flight, and with ``starts="report"`` those that start in this round, [`Engine.slots`]. An empty
+    slot has the id N."""
 
     id: jax.Array  # int32
     version: jax.Array  # int32, the round in which the client started
@@ -52,7 +53,7 @@ class Past(NamedTuple):
 
 def keeps_past(engine: Engine) -> bool:
     """Whether clients may have started in an earlier round."""
-    return engine.asynchronous and engine.clock.concurrency != engine.cohort_size
+    return engine.asynchronous and (engine.slots != engine.cohort_size or engine.clock.starts is not None)
 
 
 def seconds(engine: Engine, state_key: jax.Array, server: PyTree, clients: Client) -> jax.Array:

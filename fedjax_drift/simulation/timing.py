@@ -11,6 +11,7 @@ from fedjax_drift.clock import Clock, Devices
 from fedjax_drift.message import summed
 from fedjax_drift.round.engine import Engine, Rows
 from fedjax_drift.round.failures import Failures
+from fedjax_drift.round.flight import keeps_past
 from fedjax_drift.round.train import some_message
 from fedjax_drift.simulation.selection import Selection, selection_of
 
@@ -30,7 +31,12 @@ def check_clock(engine: Engine, selection: Selection) -> Devices | None:
             checks.refuse(what, f"failures with {failures.speed_spread}", "leave it out of the failures")
     if clock.concurrency is None:
         return devices
-    M = checks.integer("concurrency", clock.concurrency, K, N, "from the cohort size to the number of clients")
+    if clock.starts is not None:
+        fix = "a round begins with M clients that train, and K - 1 others that start in it"
+        checks.integer("concurrency", clock.concurrency, 1, N - K + 1, fix)
+    else:
+        checks.integer("concurrency", clock.concurrency, K, N, "from the cohort size to the number of clients")
+    M = engine.slots
     rule, needs = selection.rule, "asynchronous rounds need"
     if engine.aggregation.noise_multiplier is not None:
         what = f"the privacy accounting of {engine.aggregation.name} needs synchronous rounds"
@@ -46,12 +52,12 @@ def check_clock(engine: Engine, selection: Selection) -> Devices | None:
         fix = "with power_of_choice, pass exact=False"
         checks.refuse(f"{needs} a participation rule that doesn't ask for losses", rule.name, fix)
     if (first := selection_of(rule, N, M).capacity) != M:
-        checks.refuse(f"{rule.name} must select {M} clients, the concurrency, before round 0", first)
+        checks.refuse(f"{rule.name} must select {M} clients before round 0, all that train", first)
     if engine.algorithm.survey is not None:
         reason = "because it asks all clients of a round before they train"
         what = f"{engine.algorithm.name} needs synchronous rounds, {reason}"
         checks.refuse(what, f"{clock.name} ones", "leave clock= out")
-    if M > K:
+    if keeps_past(engine):
         check_versions(engine)
     if engine.redeal is not None:
         fix = "pass the data as they are"
