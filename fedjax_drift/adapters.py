@@ -269,7 +269,7 @@ def _check_linen(module: Any) -> None:
 
 
 def _kind(value: Any) -> str:
-    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+    return f"the class {value.__name__}" if isinstance(value, type) else checks.type_of(value)
 
 
 def _instead(module: Any, wanted: str) -> str:

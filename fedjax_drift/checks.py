@@ -48,7 +48,13 @@ def shown(value: Any) -> str:
         text = repr(value)
     except Exception:  # a donated array, or an object whose __repr__ fails
         text = "\n"
-    return text if len(text) <= 200 and "\n" not in text else f"a {type(value).__name__}"
+    return text if len(text) <= 200 and "\n" not in text else type_of(value)
+
+
+def type_of(value: Any) -> str:
+    """The type of a value in a message, such as "a list" or "an int"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def listed(names: Iterable[Any]) -> str:

@@ -100,7 +100,7 @@ def arrays(params: Params) -> dict[str, np.ndarray]:
         try:
             result[path] = np.asarray(leaf)
         except Exception as error:  # a key, or a donated array
-            checks.refuse(f"{where} must be an array", f"a {type(leaf).__name__} ({error})", cause=error)
+            checks.refuse(f"{where} must be an array", f"{checks.type_of(leaf)} ({error})", cause=error)
         checks.array(where, result[path].reshape(-1))
     if not result:
         checks.refuse("params must have at least one array", checks.shown(params), "pass state.params")

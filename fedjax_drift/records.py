@@ -198,7 +198,7 @@ def by_run_and_seed(records: Any) -> dict[str, Seeds]:
         return _by_algorithm(items or []) or {"": {None: []}}
     items_type = f" of {type(items[0]).__name__}" if items else ""
     allowed = "a history, a dict of histories, the path of a log or the result of fd.sweep"
-    checks.refuse(f"records must be {allowed}", f"a {type(records).__name__}{items_type}", HISTORY)
+    checks.refuse(f"records must be {allowed}", f"{checks.type_of(records)}{items_type}", HISTORY)
 
 
 def _is_run(item: Any) -> bool:
@@ -239,7 +239,7 @@ def _one_run(name: Any, value: Any) -> dict[str, Seeds]:
     if kind == "history":
         return {"": _numbered(items)}
     allowed = "a history, a list of histories, the path of a log, a list of paths, or the result of fd.sweep"
-    checks.refuse(f"records[{name!r}] must be {allowed}", f"a {type(value).__name__}", HISTORY)
+    checks.refuse(f"records[{name!r}] must be {allowed}", checks.type_of(value), HISTORY)
 
 
 def _by_setting(runs: Sequence[Any]) -> dict[str, Seeds]:

@@ -427,7 +427,7 @@ class Nnx(nnx.Module):
         (lambda: fd.Model.from_linen(lambda x: x, (3,)), "got a function: use fd.Model"),
         (
             lambda: fd.Model.from_linen(Equinox(), (3,)),
-            "got a Equinox: for an Equinox module write\nstatic = eqx.partition",
+            "got an Equinox: for an Equinox module write\nstatic = eqx.partition",
         ),
         (lambda: fd.Model.from_nnx(Linen()), "got a Linen: use Model.from_linen"),
         (lambda: fd.Model.from_nnx(Equinox()), "(?s)eqx.partition.*eqx.combine"),
@@ -438,7 +438,7 @@ class Nnx(nnx.Module):
         (lambda: fd.Model.from_nnx(nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))), "got a tuple: .* before nnx.split"),
         (
             lambda: fd.Model.from_nnx(lambda rngs: 3),
-            "module must be a function nnx.Rngs -> nnx.Module, got one that returns a int",
+            "module must be a function nnx.Rngs -> nnx.Module, got one that returns an int",
         ),
     ],
 )

@@ -353,7 +353,7 @@ def test_runs_of_several_algorithms_and_settings_have_distinct_names(tmp_path):
             swept("fedavg") + swept("fedavg"),
             "two of fedavg with seed 0: pass a dict from a name to the result of each sweep",
         ),
-        ({"A": 3}, r"records\['A'\] must be a history, .*, got a int"),
+        ({"A": 3}, r"records\['A'\] must be a history, .*, got an int"),
         ([both[0], {"round": 1}], "records must be a history, .* got a list of Run"),
     ):
         with pytest.raises(ValueError, match=message):

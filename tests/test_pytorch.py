@@ -524,7 +524,7 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "all frozen": (frozen(nn.Linear(4, 2)), {}, "requires_grad=True, got none"),
     "kind": ("LeNet", {}, "a class or a function without arguments"),
     "arguments": (nn.Linear, {}, "lambda: Net"),
-    "no module": (lambda: 3, {}, "got one that returns a int"),
+    "no module": (lambda: 3, {}, "got one that returns an int"),
     "flag": (nn.Linear(4, 2), {"channels_last": "no"}, "channels_last must be"),
     "dtype": (nn.Linear(4, 2), {"input_dtype": "float99"}, "input_dtype must be"),
     "option": (nn.Linear(4, 2), {"lose": 1}, "lose"),

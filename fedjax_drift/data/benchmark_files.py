@@ -77,7 +77,7 @@ def _pfllib_client(path: Path) -> Pair:
             content = pickles.read(io.BufferedReader(stream), stored)  # type: ignore[type-var]
         content = content.item() if isinstance(content, np.ndarray) and content.shape == () else content
         if not isinstance(content, dict):
-            checks.refuse("it must have a dict with x and y", f"a {type(content).__name__}", AGAIN)
+            checks.refuse("it must have a dict with x and y", checks.type_of(content), AGAIN)
         x, y = column_pair(content, "x", "y")
         if isinstance(x, np.ndarray) and x.dtype == object and x.shape[1:] == (2,):
             x = [tokens for tokens, _ in x]

@@ -64,7 +64,7 @@ def _table(frame: Any, x: str | Sequence[str], y: str, client: str | None, dtype
     import pandas as pd
 
     if not isinstance(frame, pd.DataFrame) or not len(frame):
-        got = "no rows" if isinstance(frame, pd.DataFrame) else f"a {type(frame).__name__}"
+        got = "no rows" if isinstance(frame, pd.DataFrame) else checks.type_of(frame)
         checks.refuse("the frame must be a pandas.DataFrame with at least 1 row", got)
     names = tables.column_names(x, y, client, list(frame.columns))
     columns, titles = [_numbers(frame, name) for name in names], [f"column {name!r}" for name in names]

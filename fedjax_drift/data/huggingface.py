@@ -112,7 +112,7 @@ def check_dataset(name: str, dataset: Any) -> Any:
     if not isinstance(dataset, datasets.Dataset):
         is_stream = isinstance(dataset, datasets.IterableDataset)
         fix = "load it without streaming=True" if is_stream else "make one, for example with Dataset.from_dict"
-        checks.refuse(f"{name} must be a datasets.Dataset", f"a {type(dataset).__name__}", fix)
+        checks.refuse(f"{name} must be a datasets.Dataset", checks.type_of(dataset), fix)
     if dataset.format["type"] == "custom":
         why = "have no transform (set_transform), because it would not be applied: use dataset.map"
         raise ConfigurationError(f"{name} must {why}")

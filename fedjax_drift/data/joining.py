@@ -19,7 +19,7 @@ def aligned(test_clients: Any, clients: Any) -> Any:
     if isinstance(test_clients, Mapping) != isinstance(clients, Mapping):
         kind, names = ("dict", " with client names") if isinstance(clients, Mapping) else ("list", "")
         what = f"test_clients must be a {kind}{names}, because clients is a {kind}"
-        checks.refuse(what, f"a {type(test_clients).__name__}", "use lists or dicts for both")
+        checks.refuse(what, checks.type_of(test_clients), "use lists or dicts for both")
     if not isinstance(clients, Mapping):
         return test_clients
     if unknown := [name for name in test_clients if name not in clients]:
@@ -60,7 +60,7 @@ def as_pair(pair: Any, what: str) -> Pair:
     """Returns a pair of arrays. Raises ValueError unless it is one."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         size = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
-        checks.refuse(f"{what} must be a pair (inputs, labels)", f"a {type(pair).__name__}{size}")
+        checks.refuse(f"{what} must be a pair (inputs, labels)", f"{checks.type_of(pair)}{size}")
     return checks.array(f"{what}: inputs", pair[0]), checks.array(f"{what}: labels", pair[1])
 
 
@@ -128,7 +128,7 @@ def concatenate(clients: Any, what: str, names: Sequence[Any] | None) -> tuple[n
     client without examples may have any. names: what messages call the clients. Default: 0, 1, ...
     """
     if not isinstance(clients, Sequence) or isinstance(clients, str | bytes | range):
-        checks.refuse(f"pass a list with one (inputs, labels) pair for each {what}", f"a {type(clients).__name__}")
+        checks.refuse(f"pass a list with one (inputs, labels) pair for each {what}", checks.type_of(clients))
     if not clients:
         checks.refuse(f"a federation needs at least 1 {what}", 0, "pass one (x, y) pair per client")
     titles = [f"{what} {name}" for name in (range(len(clients)) if names is None else names)]

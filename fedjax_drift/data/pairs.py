@@ -113,7 +113,7 @@ def _array(value: Any, name: str) -> np.ndarray:
     try:
         array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
     except Exception as error:  # a ragged list, or a tensor of a dtype that NumPy lacks
-        got = f"a {type(value).__name__} ({checks.first_line(error)})"
+        got = f"{checks.type_of(value)} ({checks.first_line(error)})"
         checks.refuse(f"{name} must be a tensor, an array or a number", got, cause=error)
     if array.dtype.kind not in "biuf":
         fix = "convert it with a transform, and number the classes"

@@ -11,6 +11,7 @@ from typing import IO, Any, NoReturn
 
 import numpy as np
 
+from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.errors import ConfigurationError
 
@@ -59,7 +60,7 @@ def _size(value: Any, sizes: dict[int, float]) -> float:
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         return OBJECT + value.nbytes
     if not isinstance(value, list | tuple | dict | np.ndarray):
-        _refuse(f"a {type(value).__name__}")
+        _refuse(checks.type_of(value))
     if id(value) not in sizes:
         sizes[id(value)] = math.inf  # until its items are visited
         items = list(value.values()) if isinstance(value, dict) else value
@@ -88,7 +89,7 @@ def _dtype(name: str | bytes, *_: object) -> np.dtype:
 def _from_buffer(content: bytes | bytearray, dtype: np.dtype, shape: tuple[int, ...], order: Any) -> np.ndarray:
     # Of an array, the bytes could be addresses of objects, and their memory is freed when its state is set again.
     if not isinstance(content, bytes | bytearray):
-        _refuse(f"an array in the memory of a {type(content).__name__}")
+        _refuse(f"an array in the memory of {checks.type_of(content)}")
     return np.frombuffer(content, dtype).reshape(shape, order=order)
 
 
@@ -188,7 +189,7 @@ class _PlainUnpickler(_Unpickler):
 
     def _extend(self, items: list[Any]) -> None:
         if type(self.stack[-1]) is not list:
-            _refuse(f"a {type(self.stack[-1]).__name__} with items")
+            _refuse(f"{checks.type_of(self.stack[-1])} with items")
         self.stack[-1].extend(items)
 
     def _update(self, items: list[Any]) -> None:

@@ -137,7 +137,7 @@ def made_module(module: Any) -> Any:
     except Exception as error:
         checks.refuse(what, "an error from it", f"{first_line(error)}; write lambda: Net(arguments)", error)
     if not isinstance(made, torch.nn.Module):
-        checks.refuse(what, f"one that returns a {type(made).__name__}")
+        checks.refuse(what, f"one that returns {checks.type_of(made)}")
     return made
 
 

@@ -13,6 +13,7 @@ from fedjax_drift import checks, spec
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.spec import Fix, NonNegative, Positive, Probability, checked
 
+SELECTS = "1.3 selects 30 % more clients than are aggregated"
 AT_LEAST_1 = spec.number("a number >= 1", lambda v: 1 <= v < math.inf, (1, 1.5), (0.5,), off=1)
 
 
@@ -40,7 +41,7 @@ class Failures:
 
     dropout: Probability = 0.0
     stragglers: Probability = 0.0
-    over_selection: Annotated[float, AT_LEAST_1, Fix("1.3 selects 30 % more clients than are aggregated")] = 1.0
+    over_selection: Annotated[float, AT_LEAST_1, Fix(SELECTS)] = 1.0
     deadline: Annotated[Positive, Fix("1.5 is 1.5 times the time of a mean client, None means no deadline")] | None = (
         None
     )
@@ -57,8 +58,7 @@ class Failures:
         """The number of clients that a round selects in order to aggregate K of the N clients."""
         selected = math.ceil(round(self.over_selection * K, 9))  # 1.1 * 50 is 55, and a little more in floating point
         if selected > N:
-            fix = "1.3 selects 30 % more clients than are aggregated"
-            checks.refuse(f"over_selection must be in 1..{N / K:.9g} (all clients)", self.over_selection, fix)
+            checks.refuse(f"over_selection must be in 1..{N / K:.9g} (all clients)", self.over_selection, SELECTS)
         return selected
 
     @property

@@ -70,7 +70,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
             f"({first_line(error)}): {fix}"
         ) from error
     if not isinstance(logits, jax.ShapeDtypeStruct):
-        checks.refuse("Model.apply must return an array", f"a {type(logits).__name__}", "return the logits alone")
+        checks.refuse("Model.apply must return an array", checks.type_of(logits), "return the logits alone")
     default_loss = model.loss is cross_entropy
     for kind, y in (("training", data.y), ("test", data.y_test)):
         if y is None or not default_loss:
@@ -154,7 +154,7 @@ def _scores_of(scores: Callable, logits: jax.ShapeDtypeStruct, y: jax.ShapeDtype
     outputs = checks.shapes_of(what, scores, logits, y)
     if not isinstance(outputs, dict) or not all(hasattr(value, "shape") for value in outputs.values()):
         what = 'Model.scores must return a dict of numbers such as {"auc": ...}'
-        checks.refuse(what, f"a {type(outputs).__name__}")
+        checks.refuse(what, checks.type_of(outputs))
     return outputs
 
 

@@ -401,7 +401,7 @@ class ClientStore:
             want = [[name, dtype, [K, *shape]] for name, dtype, shape in self._layout]
             got = tree.layout(jax.tree.unflatten(structure, arrays))
             by_name = client_files.leaves_by_name
-            wrong = tree.differences(by_name(got), by_name(want), "instead of") or [f"a {type(states).__name__}"]
+            wrong = tree.differences(by_name(got), by_name(want), "instead of") or [checks.type_of(states)]
             checks.refuse(
                 f"states must have the leaves of the initial state with a first axis of length {K}", few(wrong)
             )
