@@ -429,7 +429,7 @@ def test_plots_accept_records_in_all_forms(tmp_path):
         assert [text.get_text() for text in plots.curves(records).legends[0].get_texts()] == ["a", "b"]
     state = fd.ServerState(0, 0, (), ())
     for wrong, kind in (((state, run), "tuple of "), (3, "int")):
-        with pytest.raises(ValueError, match=f"records must be a history.*got a {kind}"):
+        with pytest.raises(ValueError, match=f"records must be a history.*got an? {kind}"):
             plots.curves(wrong)
     with pytest.raises(ValueError, match="target must be an accuracy in 0..1, got 95: pass 0.95 for 95 %"):
         plots.rounds_to_target([{"round": 1, "accuracy": 0.5}], 95)

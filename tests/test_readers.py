@@ -232,7 +232,7 @@ def test_huggingface_errors_name_the_column(images, hf, options, message) -> Non
 def test_unsupported_huggingface_data_sets_are_refused(images, hf) -> None:
     transformed = images.with_transform(lambda rows: rows)
     for dataset, message in (
-        (images.to_iterable_dataset(), "got a IterableDataset: load it without streaming=True"),
+        (images.to_iterable_dataset(), "got an IterableDataset: load it without streaming=True"),
         (transformed, "dataset must have no transform"),
         (images.select([]), "dataset must have at least 1 example"),
         (hf.DatasetDict(validation=images), "split must be one of 'validation', got 'train'"),
