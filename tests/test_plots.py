@@ -655,3 +655,8 @@ def test_an_axis_below_one_has_two_tick_labels(unit):
 def test_every_numeric_axis_has_two_tick_labels(scale, shape):
     for figure in pictures_of(growing(scale)[shape]):
         assert_two_tick_labels(figure)
+
+
+@pytest.mark.parametrize("clients", [np.zeros(2), np.int64(0), None, "a"])
+def test_a_number_of_clients_of_any_type_is_no_error(clients) -> None:
+    plots.curves([{"round": t, "accuracy": 0.5, "loss": 1.0, "clients": clients} for t in (1, 2)])

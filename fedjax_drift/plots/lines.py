@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -165,7 +166,12 @@ def divergence(histories: Sequence[History]) -> str:
 
     Rounds in which no client has reported are left out, because they have no loss.
     """
-    reported = [[record for record in history if record.get("clients") != 0] for history in histories]
+
+    def reports(record: Mapping[str, Any]) -> bool:
+        clients = record.get("clients")
+        return not (isinstance(clients, Real) and clients == 0)
+
+    reported = [[record for record in history if reports(record)] for history in histories]
     losses = [measured({"": reported}, key)[""] for key in LOSSES]
     return trailing_note([min(seed, key=_end) for seed in zip(*losses, strict=True)])
 
