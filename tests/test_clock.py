@@ -208,10 +208,13 @@ def test_asynchronous_rounds_are_those_of_an_event_queue(name, starts) -> None:
 @pytest.mark.parametrize(
     "rule", [None, thorough(fd.participation.cyclic(2)), thorough(fd.participation.power_of_choice(5))]
 )
-def test_with_concurrency_equal_to_the_cohort_size_rounds_are_synchronous(data, rule) -> None:
-    """Bit for bit, with all speeds, because the server waits for all."""
+@pytest.mark.parametrize(
+    "clock", [fd.clock.asynchronous(K, "polynomial"), fd.clock.asynchronous(1, "polynomial", starts="report")]
+)
+def test_if_all_clients_start_with_the_present_variables_rounds_are_synchronous(data, rule, clock) -> None:
+    """Bit for bit, with all speeds: the server waits for all, or one client trains at a time."""
     plain, infos = rounds(simulate(data, rule), 4)
-    state, timed = rounds(simulate(data, rule, clock=fd.clock.asynchronous(K, "polynomial"), devices=DEVICES), 4)
+    state, timed = rounds(simulate(data, rule, clock=clock, devices=DEVICES), 4)
     for a, b in zip(leaves(plain), leaves(state), strict=True):
         np.testing.assert_array_equal(a, b)
     assert [i["cohort"].tolist() for i in infos] == [i["cohort"].tolist() for i in timed]
@@ -456,13 +459,14 @@ def test_rules_of_users_may_leave_entries_empty(data) -> None:
 
 
 @pytest.mark.thorough
-def test_measures_start_where_the_clients_have_started(data, monkeypatch) -> None:
+@pytest.mark.parametrize("clock", [ASYNCHRONOUS, FEDBUFF])
+def test_measures_start_where_the_clients_have_started(data, monkeypatch, clock) -> None:
     """The second training of the clients, which measures need if they keep no updates, gives the same values."""
-    sim = simulate(data, None, clock=ASYNCHRONOUS, devices=DEVICES)
+    sim = simulate(data, None, clock=clock, devices=DEVICES)
     state, infos = rounds(sim, 3)
     kept = sim.measure(state, "updates")
     monkeypatch.setattr(measure, "KEPT_BYTES", 0)
-    again = simulate(data, None, clock=ASYNCHRONOUS, devices=DEVICES, lanes=2).measure(state, "updates")
+    again = simulate(data, None, clock=clock, devices=DEVICES, lanes=2).measure(state, "updates")
     assert (infos[-1]["staleness"] > 0).any()
     for name, values in kept.items():
         np.testing.assert_allclose(again[name], values, rtol=1e-4, atol=1e-6)

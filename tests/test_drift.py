@@ -468,6 +468,10 @@ def test_bad_measures_are_refused(data) -> None:
             fd.measures.Measure("mine", epoch=lambda seen: 3),
             "epoch of the measure 'mine' must return a dict of arrays, got 3",
         ),
+        (
+            fd.measures.Measure("mine", again=lambda work, mean: lambda seen: 3),
+            "again of the measure 'mine' must return",
+        ),
         (fd.measures.Measure("mine", cohort=lambda cohort: {"loss": 1.0}), "loss"),
     ):
         sim = simulate(data, measure_)

@@ -220,9 +220,10 @@ def add_parameters(group: Any, of: Callable, *names: str, optional: bool = False
     described = re.findall(r"^  ([\w, ]+): (.+(?:\n    .+)*)", inspect.getdoc(of) or "", re.MULTILINE)
     texts = {name: " ".join(text.replace("`", "").split()) for names, text in described for name in names.split(", ")}
     known, parameters = readers(of), inspect.signature(of).parameters
-    for flag, _, name in (each.partition("=") for each in names or known):
-        read, default = known[name or flag], parameters[name or flag].default
-        text = re.sub(r"None(?: \(default\))?:", "Default:", texts.get(name or flag, ""))
+    for flag, _, argument in (each.partition("=") for each in names or known):
+        name = argument or flag
+        read, default = known[name], parameters[name].default
+        text = re.sub(r"None(?: \(default\))?:", "Default:", texts.get(name, ""))
         given = None if optional or default is inspect.Parameter.empty else default
         text = text.replace(f" Default: {given}.", "").rstrip(".")  # `add` says it
         add(group, f"--{flag.replace('_', '-')}", read.metavar, text, read, given)

@@ -75,8 +75,8 @@ def asynchronous(
     1903.03934).
 
     Args:
-      concurrency: M, in K..N, or in 1..N - K + 1 with ``starts="report"``. With M = K the server waits for all, so that
-        nothing is stale, unless ``starts="report"``.
+      concurrency: M, in K..N. With M = K the server waits for all, so that nothing is stale. With ``starts="report"``
+        it is in 1..N - K + 1, and with M = 1 nothing is stale.
       staleness: s(tau). "constant": 1. "polynomial": (1 + tau)^-exponent. "hinge": 1 up to tau = b, and then
         1 / (a (tau - b) + 1).
       exponent: >= 0, of "polynomial". Default: 0.5, as in FedBuff.

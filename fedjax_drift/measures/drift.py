@@ -151,6 +151,7 @@ def sharpness(largest: Count = 5, steps: Count = 20, probes: Count = 10) -> Meas
     """
 
     def model(model: Global) -> Values:
+        assert model.test is not None
         return curvature(model.engine, model.params, model.test, model.key, largest, steps, probes)
 
     return Measure("sharpness", model=model, needs=Needs(test=1))

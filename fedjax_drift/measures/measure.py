@@ -61,6 +61,7 @@ class Seen:
       work: its examples and its random key, see `fd.types.Work`.
       tested: the test set, if a measure needs it.
       round_key: the random key of the round. It is the same for all clients, so that they differ in nothing else.
+      engine: what the round is compiled from.
     """
 
     start: Params
@@ -93,6 +94,7 @@ class Cohort:
     """What a measure sees of a round.
 
     Attributes:
+      engine: what the round is compiled from.
       assigned: who takes part.
     """
 
@@ -117,10 +119,10 @@ class Cohort:
 class Global(NamedTuple):
     """What a measure sees of a global model."""
 
-    engine: Engine
+    engine: Engine  # what the round is compiled from
     params: Params
-    test: TestRows
-    key: jax.Array
+    test: TestRows | None  # the test set that `Simulation.evaluate` uses
+    key: jax.Array  # a random key of the round
 
 
 class Needs(NamedTuple):
@@ -184,9 +186,12 @@ class Measure(NamedTuple):
         """Whether it compares the clients with a mean over the cohort."""
         return self.update is not None or self.again is not None
 
-    def values(self, name: str, *arguments: Any) -> Values:
-        """What its function of this name returns. Raises ConfigurationError unless that is a dict."""
-        values = getattr(self, name)(*arguments)
+    def values(self, name: str, *arguments: Any, function: Callable | None = None) -> Values:
+        """What its function of this name returns. Raises ConfigurationError unless that is a dict.
+
+        function: one that its function of this name has returned, which is called instead.
+        """
+        values = (function or getattr(self, name))(*arguments)
         if not isinstance(values, dict):
             checks.refuse(f"{name} of the measure {self.name!r} must return a dict of arrays", checks.shown(values))
         return values
@@ -271,7 +276,7 @@ def of_model(
     if not (functions := functions_of(measures, "model")):
         return {}
     test = None if arrays.test is None else after(engine, arrays.test, state.round)
-    model = Global(engine, state.params, test, curvature_key(engine, round_keys(state.key, t)[1]))  # type: ignore[arg-type]
+    model = Global(engine, state.params, test, curvature_key(engine, round_keys(state.key, t)[1]))
     return joined([function(model) for function in functions])
 
 
@@ -359,7 +364,7 @@ def of_round(
         models, weight = sums
         w = assigned.shared.server.params
         mean = Mean(*jax.tree.map(lambda s, like: (s / weight).astype(like.dtype), models, (w, trained(engine, w))))
-        compared, again = functions_of(measures, "update"), [m.again for m in measures if m.again is not None]
+        compared, again = functions_of(measures, "update"), [m for m in measures if m.again is not None]
         kept = bool(jax.tree.leaves(of_clients["update"]))
         for function in compared if kept else ():
             for _ in range(4):  # [D, G, L, E]
@@ -377,7 +382,7 @@ def of_round(
 def second_training(
     engine: Engine,
     compared: Sequence[Callable],
-    again: Sequence[Callable],
+    again: Sequence[Measure],
     assigned: Assignment,
     states: PyTree,
     mean: Mean,
@@ -385,14 +390,14 @@ def second_training(
     """The measures that compare a client after every epoch with a mean over the cohort, leaves [D, G, L, E, ...].
 
     The mean is only known after all clients have trained, so they train again. compared: functions `Measure.update`.
-    again: functions `Measure.again`.
+    again: measures with a function `again`.
     """
 
     def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         mean = shared.extra
         shared = as_started(engine, shared, client)
         work = client_work(engine, shared, client, longest)
-        functions = [make(work, mean) for make in again]
+        functions = [partial(m.values, "again", function=m.again(work, mean)) for m in again]  # type: ignore[misc]
 
         def after_epoch(start: Params, theta: Params) -> dict[str, jax.Array]:
             seen = Seen(start, theta, work, (), shared.key, engine)

@@ -53,7 +53,7 @@ class Past(NamedTuple):
 
 def keeps_past(engine: Engine) -> bool:
     """Whether clients may have started in an earlier round."""
-    return engine.asynchronous and (engine.slots != engine.cohort_size or engine.clock.starts is not None)
+    return engine.asynchronous and engine.slots != engine.cohort_size
 
 
 def seconds(engine: Engine, state_key: jax.Array, server: PyTree, clients: Client) -> jax.Array:
