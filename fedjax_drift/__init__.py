@@ -42,7 +42,7 @@ from fedjax_drift.model import Model
 from fedjax_drift.models import ranking
 from fedjax_drift.paper_table import table
 from fedjax_drift.records import rounds_to_target
-from fedjax_drift.round import aggregation
+from fedjax_drift.round import aggregation, sources
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.run_folder import load_run
 from fedjax_drift.simulation import until
@@ -117,6 +117,7 @@ __all__ = [
     "ranking",
     "rounds_to_target",
     "shift",
+    "sources",
     "statistics",
     "stop_on_interrupt",
     "sweep",

@@ -162,7 +162,8 @@ def check_hyper_parameters(simulation: Simulation) -> None:
     """Hyper-parameters are arguments of the compiled round."""
     form, numbers = programs.split(simulation.setup.engine)
     engine = recipes.join(form, [0.9 * number for number in numbers])
-    failing = {"dropout": engine.failures.dropout, "stragglers": engine.failures.stragglers}
+    failures = {source.name: source for source in engine.sources}["failures"].recipe.arguments["failures"]
+    failing = {"dropout": failures.dropout, "stragglers": failures.stragglers}
     other = contract_simulation(engine.algorithm, local=engine.local, **failing)
     compiled = simulation.executor.programs, other.executor.programs
     _require(compiled[0].compiled is compiled[1].compiled, "other hyper-parameters must not compile another round")

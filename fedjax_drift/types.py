@@ -271,14 +271,32 @@ class ServerState(NamedTuple):
     key: jax.Array  # constant: round t uses fold_in(key, t)
     server: Any  # the server's variables
     clients: PyTree  # client states, leaves [N, ...]; padded if they are sharded, a `ClientStore` on the host
-    participation: PyTree = ()  # the state of the participation rule
-    aggregation: PyTree = ()  # the state of the aggregation rule
-    clock: PyTree = ()  # virtual time, and the clients in flight; () if rounds have no virtual time
+    sources: dict[str, PyTree] = {}  # the states of the sources of drift that have one, by name; never changed in place
+
+    @property
+    def participation(self) -> PyTree:
+        """The state of the participation rule; () if it has none."""
+        return self.sources.get("participation", ())
+
+    @property
+    def aggregation(self) -> PyTree:
+        """The state of the aggregation rule; () if it has none."""
+        return self.sources.get("aggregation", ())
+
+    @property
+    def clock(self) -> PyTree:
+        """Virtual time, and the clients in flight; () if rounds have no virtual time."""
+        return self.sources.get("clock", ())
 
     @property
     def params(self) -> Params:
         """The global model w. It is evaluated, and it is sent to the clients. (FedEve sends w_hat instead.)"""
         return self.server.params
+
+    def with_source(self, name: str, state: PyTree) -> ServerState:
+        """The state, in which the source of drift of this name has another state; () for none."""
+        others = {other: of_other for other, of_other in self.sources.items() if other != name}
+        return self._replace(sources=others | ({name: state} if jax.tree.leaves(state) else {}))
 
     def __repr__(self) -> str:
         parts = [f"{name}={reprs.brief(getattr(self, name))}" for name in ("round", "server", "clients")]

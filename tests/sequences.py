@@ -190,8 +190,7 @@ def move(p: Player, place: Place) -> None:
 
 def takes_cohort(sim: fd.Simulation) -> bool:
     """Whether a cohort may be given."""
-    engine = sim.setup.engine
-    return not engine.asynchronous and engine.participation.expected is None
+    return sim.setup.options.clock.concurrency is None and sim.participation.expected is None
 
 
 def one_round(p: Player, cohort: list[int] | None) -> None:

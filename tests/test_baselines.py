@@ -118,6 +118,7 @@ def test_fairness_by_hand() -> None:
     assert models_after(alg.qfedavg(q=1.0, lipschitz=1.0), 1) == pytest.approx([wanted])
 
 
+@pytest.mark.thorough
 def test_agnostic_by_hand() -> None:
     # The domains are the targets. a = (1/2) / (1, 3), beta = (1/2, 1/2), so both clients count the same: 3.75.
     where = lambda x, y: (x[:, 0] > 5).astype(jnp.int32)  # noqa: E731
@@ -233,6 +234,7 @@ def test_feddecorr_by_hand() -> None:
     assert not one.any()
 
 
+@pytest.mark.thorough
 def test_limits() -> None:
     fedavg, uniform = parameters(alg.fedavg(), **CLIP), parameters(alg.fedavg(weighting="uniform"), **CLIP)
     weighted = (
@@ -264,6 +266,7 @@ def test_limits() -> None:
     assert_same(parameters(alg.mime(weighting="examples"), equal=True), parameters(alg.mime(), equal=True))
 
 
+@pytest.mark.thorough
 def test_limits_of_one_step() -> None:
     fedavg = parameters(alg.fedavg(), **ONE_STEP)
     assert_same(parameters(alg.fedsol(rho=3.0), **ONE_STEP), fedavg)

@@ -25,7 +25,7 @@ from fedjax_drift import cli
 from fedjax_drift.measures import measure
 from fedjax_drift.participation import Clients
 from fedjax_drift.round.engine import round_keys
-from fedjax_drift.round.flight import DEVICE_SPEEDS
+from fedjax_drift.round.speed import DEVICE_SPEEDS
 
 DEVICES = fd.Devices(speed_spread=0.8, up=1e3, down=4e3, seconds_per_step=0.1)
 ASYNCHRONOUS = fd.clock.asynchronous(6, "polynomial", max_staleness=4)
@@ -594,7 +594,7 @@ def test_the_command_line_has_virtual_time(tmp_path, capsys) -> None:
         "--dataset synthetic:num_clients=8 --algorithm fedavg --cohort 2 --deadline 2 --speed-spread 1"
     )
     (sim,) = plain.simulations.values()
-    assert sim.setup.engine.devices is None and sim.settings["speed_spread"] == 1.0
+    assert sim.setup.options.devices is None and sim.settings["speed_spread"] == 1.0
 
 
 def test_the_settings_of_a_log_name_the_clock(data) -> None:

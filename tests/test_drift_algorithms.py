@@ -236,6 +236,7 @@ def assert_same(a, b, rtol=1e-5) -> None:
     assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b)
 
 
+@pytest.mark.thorough
 def test_limit_cases() -> None:
     alg = fd.algorithms
     fedavg = run(alg.fedavg(weighting="uniform")).params

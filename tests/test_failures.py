@@ -13,9 +13,10 @@ from test_engine import CLASSES, FEATURES, SIZES, data  # noqa: F401
 
 import fedjax_drift as fd
 from fedjax_drift import tree
+from fedjax_drift.round.arrays import Client
 from fedjax_drift.round.cohort import assign
-from fedjax_drift.round.engine import Client
 from fedjax_drift.round.train import executed_steps
+from fedjax_drift.simulation.sources import sources_of
 
 LOCAL = fd.LocalTraining(epochs=2, batch_size=4, lr=0.2)
 
@@ -126,7 +127,9 @@ def test_deadlines_and_over_selection_keep_the_fastest_clients(data) -> None:  #
 
     @jax.jit
     def heard(deadline):
-        engine = how._replace(failures=dataclasses.replace(how.failures, deadline=deadline))
+        options = sim.setup.options
+        options = options._replace(failures=dataclasses.replace(options.failures, deadline=deadline))
+        engine = how._replace(sources=sources_of(options, sim.setup.selection))
         return assign(engine, start, arrays, jnp.arange(30)).cohort.id < 30
 
     deadlines = np.geomspace(0.05, 10, 80)

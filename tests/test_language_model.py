@@ -38,6 +38,7 @@ def test_the_labels_are_the_tokens_of_the_answers(tokenizer) -> None:
         np.testing.assert_array_equal(x[1:][answer[:-1]], y[:-1][answer[:-1]])
 
 
+@pytest.mark.thorough
 def test_the_accuracy_is_the_exact_match_of_greedy_decoding(tokenizer) -> None:
     """Half of the answers are what the model decodes. In the others, one token differs."""
     vocabulary, prompt, answer = tokenizer.get_vocab_size(), 5, 4

@@ -236,7 +236,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ["moon", *(thorough(name) for name in CASES if name != "moon")])
+@pytest.mark.parametrize("name", ["fedavg", *(thorough(name) for name in CASES if name != "fedavg")])
 def test_a_round_equals_a_loop_over_unpadded_batches(name, monkeypatch) -> None:
     def after_two_rounds() -> Any:
         sim = simulate(*CASES[name], np.float64)
@@ -326,6 +326,7 @@ def test_an_optional_mask_of_a_module_keeps_its_default() -> None:
     simulate(model)
 
 
+@pytest.mark.thorough
 def test_scores_leave_out_the_padding() -> None:
     """7 test examples in batches of 4 and 3, and those of the clients in batches of 4 and less."""
     start = initial(jax.random.key(0))
@@ -408,6 +409,7 @@ def test_the_gradient_of_a_padded_batch_is_that_of_its_examples(name) -> None:
 # --- the example of the page ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_contrastive_loss_of_the_page_equals_a_loop_over_unpadded_batches() -> None:
     page = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
     (source,) = [block.partition("```")[0] for block in page.split("```python\n") if "def contrastive" in block]

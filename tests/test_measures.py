@@ -138,6 +138,7 @@ def test_sharpness_uses_the_test_set_of_an_evaluation(data):
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-5 * want[0])
 
 
+@pytest.mark.thorough
 def test_a_record_has_the_sharpness_of_the_model_whose_loss_it_has(data):
     """Also with a shift, whose test set is that of the last round, and after a round of a streamed data set."""
     for each, stream in ((data, True), (data.shifted(fd.shift.permute_labels(1, [(0, 2)])), False)):

@@ -174,6 +174,7 @@ def parameters(algorithm, **options) -> jax.Array:
     return ravel_pytree(run(algorithm, **options).params)[0]
 
 
+@pytest.mark.thorough
 def test_limits() -> None:
     fedavg, uniform = parameters(alg.fedavg(), **CLIP), parameters(alg.fedavg(weighting="uniform"), **CLIP)
     for same in (alg.fedntd(beta=0.0), alg.fedlc(tau=0.0), alg.partly_shared(personal=lambda path: False)):
@@ -197,6 +198,7 @@ def test_limits() -> None:
     assert_same(parameters(alg.fedadamw(), **local), wanted)
 
 
+@pytest.mark.thorough
 def test_limits_of_one_step_and_of_equal_clients() -> None:
     one_step = {"epochs": 1, "batch_size": 25}
     assert_same(parameters(alg.fedntd(beta=3.0), **one_step), parameters(alg.fedavg(), **one_step))
@@ -217,6 +219,7 @@ def test_limits_of_one_step_and_of_equal_clients() -> None:
     assert float(info["eta_g"]) == 1
 
 
+@pytest.mark.thorough
 def test_limits_of_personal_models() -> None:
     fedavg = parameters(alg.fedavg())
     trained = run(alg.ditto(lam=0.0, personal_epochs=1))

@@ -16,8 +16,9 @@ from test_algorithms import small
 import fedjax_drift as fd
 from fedjax_drift.participation import Clients
 from fedjax_drift.participation.availability import Restricted
-from fedjax_drift.round.cohort import PARTICIPATION, available, select
+from fedjax_drift.round.cohort import select
 from fedjax_drift.round.engine import round_keys
+from fedjax_drift.round.selection import PARTICIPATION, available
 from fedjax_drift.testing import contract_simulation
 
 SIZES = np.array([3, 8, 5, 12, 1, 7, 9, 4])
@@ -135,8 +136,8 @@ def test_importance_sampling_is_unbiased(weighting) -> None:
     for member in itertools.product([False, True], repeat=6):
         ids = jnp.asarray(np.where(member, np.arange(6), 6), jnp.int32)
         probability = np.where(member, chance, 1 - chance).prod()
-        expected += probability * model(sim.round_fn(start._replace(participation=ids))[0])
-    full, _ = simulate(few, None, algorithm, cohort_size=6).round_fn(start._replace(participation=()))
+        expected += probability * model(sim.round_fn(start.with_source("participation", ids))[0])
+    full, _ = simulate(few, None, algorithm, cohort_size=6).round_fn(start.with_source("participation", ()))
     np.testing.assert_allclose(expected, model(full), rtol=1e-5, atol=1e-6)
 
 
@@ -197,12 +198,12 @@ def test_importance_sampling_of_the_available_clients_is_unbiased(name, data) ->
         return state._replace(base=with_cohort(state.base, member)) if isinstance(state, Restricted) else member
 
     def after(start: fd.ServerState, member: jax.Array) -> tuple[jax.Array, jax.Array]:
-        state, _ = sim.round_fn(start._replace(participation=with_cohort(start.participation, member)))
+        state, _ = sim.round_fn(start.with_source("participation", with_cohort(start.participation, member)))
         return jax.tree.leaves(state.params)[0].ravel()[0], state.server.participation
 
     for seed in range(4):
         start = sim.init(jax.random.key(seed))
-        allowed = np.asarray(available(sim.setup.engine, start))
+        allowed = np.asarray(available(sim.setup.engine, sim.setup.selection, start))
         mean, participation = jax.vmap(after, (None, 0))(start, jnp.asarray(members))
         expected = allowed.sum() / SIZES[allowed].sum() if allowed.any() else 0
         assert probability @ np.asarray(mean) == pytest.approx(expected, rel=1e-5)
@@ -227,7 +228,7 @@ def test_what_a_cohort_of_the_available_clients_estimates(name, base, data) -> N
     def draw(key: jax.Array) -> tuple[jax.Array, ...]:
         state = sim.init(key)
         ids, factor = select(engine, state, arrays)
-        return available(engine, state), ids, jnp.ones(ids.shape) if factor is None else factor
+        return available(engine, sim.setup.selection, state), ids, jnp.ones(ids.shape) if factor is None else factor
 
     allowed, ids, factor = map(np.asarray, jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(5), 4000)))
     counts = np.zeros((len(ids), N + 1))

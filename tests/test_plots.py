@@ -407,6 +407,7 @@ def test_plots_of_a_model_that_is_not_a_classifier():
     assert sizes.get_title() == "Sizes (8 examples in all)"
 
 
+@pytest.mark.thorough
 def test_participation_shows_every_round_of_every_client():
     figure = plots.participation([{"cohort": np.array([0, 2, -1])}, [2], []], num_clients=4)
     when, often = figure.axes

@@ -56,7 +56,7 @@ def test_the_clip_follows_a_quantile_by_hand(data) -> None:
         cohort = [int(i) for i in new_state[1]["cohort"] if i >= 0]
         mean, signs = np.zeros_like(w), 0.0
         for i in cohort:
-            D = model(alone.round_fn(state._replace(participation=(), aggregation=()), cohort=[i])[0]) - w
+            D = model(alone.round_fn(state._replace(sources={}), cohort=[i])[0]) - w
             norm = np.linalg.norm(D)
             mean += D * min(1, C / norm) / K
             signs += 0.5 if norm <= C else -0.5
@@ -141,6 +141,7 @@ def test_without_noise_a_tree_is_the_clipped_mean(data) -> None:
 # --- accounting -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_epsilon_of_trees(data) -> None:
     dp = pytest.importorskip("dp_accounting")
     z, R, n = 3.0, 4, 10
@@ -259,7 +260,7 @@ def test_rules_that_do_not_fit_are_refused(data) -> None:
         simulate(data, keeps)
     state, _ = rounds(simulate(data, RULES["tree"][0], p.cyclic(3)), 1)
     with pytest.raises(ValueError, match="aggregation rule"):
-        simulate(data, a.private_ftrl(0.1, 0.1, 3), p.cyclic(3)).round_fn(state._replace(aggregation=()))
+        simulate(data, a.private_ftrl(0.1, 0.1, 3), p.cyclic(3)).round_fn(state._replace(sources={}))
 
 
 @pytest.mark.thorough

@@ -58,6 +58,7 @@ def test_fedspeed_ends_at_a_distance_proportional_to_rho_and_fednova_at_the_fixe
     assert np.linalg.norm(w - QUADRATICS.fixed_point(experiment.LR, experiment.STEPS)) < 1e-4
 
 
+@pytest.mark.thorough
 def test_the_fixed_points_of_the_baselines() -> None:
     def last(algorithm, rounds=60):
         return experiment.models(QUADRATICS, algorithm, 20, rounds)[-1]

@@ -124,6 +124,7 @@ def test_when_a_shift_is_on() -> None:
         assert all(after[i] for i in range(50) if before[i])
 
 
+@pytest.mark.thorough
 def test_mixtures_domains_and_chains() -> None:
     bright, dark = fd.shift.brightness(1.0, by="all"), fd.shift.brightness(-1.0, by="all")
 
@@ -286,6 +287,7 @@ def test_clients_are_evaluated_on_their_own_shifted_examples(shift) -> None:
         np.testing.assert_allclose(values, expected[name], rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_groups_of_rotated_clients_are_tested_on_images_with_their_own_rotation() -> None:
     """The global test set is upright. Held-out examples of a client are rotated like the others."""
     data = DATA.shifted(ROTATED)

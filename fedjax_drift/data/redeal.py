@@ -11,6 +11,7 @@ regimes of FedEve, Fig. 3b, and the authors' code.)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -131,14 +132,14 @@ def _even(present: jax.Array, total: jax.Array) -> jax.Array:
     return (clients * size + jnp.minimum(clients, remainder))[:, None]
 
 
-def _dirichlet(key: jax.Array, ids: jax.Array, present: jax.Array, alpha: float, class_sizes: jax.Array) -> jax.Array:
+def _dirichlet(key: jax.Array, ids: jax.Array, present: jax.Array, alpha: Any, class_sizes: jax.Array) -> jax.Array:
     """Returns how many examples of each class the clients 0..k together get in a Dirichlet split, int32 [K, C].
 
     Rounding all split points down would give the last client up to one example too many per class. One random offset
     per class makes the expected counts exact.
     """
     share_key, offset_key = jax.random.split(key)
-    alpha = min(max(alpha, 1e-30), 1e30)  # float32 can represent alpha and 1 / alpha
+    alpha = jnp.clip(alpha, 1e-30, 1e30)  # float32 can represent alpha and 1 / alpha
 
     def draw(client_id: jax.Array) -> jax.Array:
         return jax.random.loggamma(jax.random.fold_in(share_key, client_id), alpha, class_sizes.shape)

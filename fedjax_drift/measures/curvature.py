@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_drift.batch_norm import whole
 from fedjax_drift.devices.mesh import AXIS
-from fedjax_drift.round.engine import Engine, TestRows, on_each_device, sum_over_devices
+from fedjax_drift.round.arrays import TestRows
+from fedjax_drift.round.engine import Engine, on_each_device, sum_over_devices
 from fedjax_drift.round.evaluate import inputs
 from fedjax_drift.types import Params
 

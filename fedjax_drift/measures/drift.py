@@ -19,8 +19,8 @@ from fedjax_drift.local import full_gradient
 from fedjax_drift.measures.curvature import curvature, largest_eigenvalue
 from fedjax_drift.measures.measure import Cohort, Global, Mean, Measure, Measures, Needs, Seen, Values, curvature_key
 from fedjax_drift.recipes import recorded
-from fedjax_drift.round.cohort import look_up
-from fedjax_drift.round.engine import Client, Engine, Shared
+from fedjax_drift.round.arrays import Client
+from fedjax_drift.round.engine import Engine, Shared, look_up
 from fedjax_drift.round.places import at_places
 from fedjax_drift.round.train import client_work, over_clients
 from fedjax_drift.spec import Count
@@ -129,7 +129,7 @@ def labels() -> Measure:
     """
 
     def cohort(cohort: Cohort) -> Values:
-        C = cohort.engine.num_classes or 0  # never None, because it needs a classifier
+        C = cohort.engine.federation.num_classes or 0  # never None, because it needs a classifier
         counts = cohort.sum(lambda work: work.label_counts(C))
         return {"label_mix": counts / counts.sum()}
 
@@ -215,10 +215,11 @@ def of_gradients(cohort: Cohort) -> Values:
     """
     engine, assigned, shared = cohort.engine, cohort.assigned, cohort.assigned.shared
     N = engine.num_clients
-    n = round(engine.mean_size * N)  # the number of examples, without the padding on the devices
+    n = round(engine.federation.mean_size * N)  # the number of examples, without the padding on the devices
     chosen = jnp.zeros(N + 1, bool).at[assigned.cohort.id].set(True).at[N].set(False)
     clients = look_up(engine, shared.rows, jnp.arange(N, dtype=jnp.int32))
-    clients = jax.tree.map(lambda a, new: a.at[assigned.drawn].set(new, mode="drop"), clients, assigned.selected)
+    selected = assigned.selected._replace(factor=None, version=None, discount=None)
+    clients = jax.tree.map(lambda a, new: a.at[assigned.drawn].set(new, mode="drop"), clients, selected)
     _, _, placed = at_places(engine, clients, clients.steps)
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:

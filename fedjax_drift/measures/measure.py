@@ -23,15 +23,15 @@ from jax import lax
 from fedjax_drift import checks, recipes, tree
 from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.recipes import Recipe
-from fedjax_drift.round.cohort import CURVATURE, Assignment
-from fedjax_drift.round.engine import Arrays, Client, Engine, Shared, TestRows, partitionable, round_keys
+from fedjax_drift.round.arrays import Arrays, Client, TestRows
+from fedjax_drift.round.cohort import Assignment
+from fedjax_drift.round.engine import CURVATURE, Engine, Shared, partitionable, round_keys
 from fedjax_drift.round.evaluate import after, at_round, inputs, labels
-from fedjax_drift.round.flight import as_started
 from fedjax_drift.round.info import with_metrics
 from fedjax_drift.round.observer import Observer, unobserved
 from fedjax_drift.round.places import in_cohort_order
 from fedjax_drift.round.round import observed_round, round_fn
-from fedjax_drift.round.train import check_finite, client_work, over_clients, update
+from fedjax_drift.round.train import check_finite, client_work, over_clients, started, update
 from fedjax_drift.types import ClientResult, Params, PyTree, ServerState, Work
 
 KEPT_BYTES = 2**30  # the most memory on each device for the updates of the clients of a measured round
@@ -207,12 +207,12 @@ class Measure(NamedTuple):
         if local and needs.global_model:
             got = 'a model with statistics="local", whose running statistics only the clients have'
             checks.refuse(f"measure={name!r} evaluates the global model", got, 'use "updates", or statistics="average"')
-        if needs.test and not engine.test_size:
+        if needs.test and not engine.federation.test_size:
             checks.refuse(f"measure={name!r} needs a test set", "none", "pass test=(x, y) with the data")
-        if engine.test_size < needs.test:
+        if engine.federation.test_size < needs.test:
             what = f"measure={name!r} needs at least {needs.test} test examples"
-            checks.refuse(what, engine.test_size, "use a larger test set")
-        if needs.classifier and engine.num_classes is None:
+            checks.refuse(what, engine.federation.test_size, "use a larger test set")
+        if needs.classifier and engine.federation.num_classes is None:
             what = f"measure={name!r} needs a classifier with the default loss and one integer label per example"
             fix = 'use "updates" or "gradients", which work with every model'
             checks.refuse(what, "a different model or different labels", fix)
@@ -395,7 +395,7 @@ def second_training(
 
     def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         mean = shared.extra
-        shared = as_started(engine, shared, client)
+        shared = started(engine, shared, client)
         work = client_work(engine, shared, client, longest)
         functions = [partial(m.values, "again", function=m.again(work, mean)) for m in again]  # type: ignore[misc]
 

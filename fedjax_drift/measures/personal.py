@@ -19,8 +19,8 @@ from jax import lax
 from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.running_statistics import fine_tuned
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
-from fedjax_drift.round.cohort import FINE_TUNING
-from fedjax_drift.round.engine import Client, Engine, Rows, Shared, TestRows, partitionable, replicated, round_keys
+from fedjax_drift.round.arrays import Client, Rows, TestRows
+from fedjax_drift.round.engine import FINE_TUNING, Engine, Shared, partitionable, replicated, round_keys
 from fedjax_drift.round.evaluate import after, inputs, score_rows
 from fedjax_drift.round.places import at_places, in_cohort_order
 from fedjax_drift.round.train import client_work, over_clients

@@ -13,7 +13,8 @@ from fedjax_drift import checks, reprs, spec, tree
 from fedjax_drift.data import joining
 from fedjax_drift.devices.mesh import put
 from fedjax_drift.measures.measure import trained
-from fedjax_drift.round.engine import TestRows
+from fedjax_drift.round.arrays import TestRows
+from fedjax_drift.round.evaluate import shifted
 from fedjax_drift.round.rows import place_test
 from fedjax_drift.spec import AmountOrZero, checked
 from fedjax_drift.types import Params, ServerState
@@ -130,12 +131,13 @@ def evaluated(sim: Any, named: Mapping[str, Any], examples: Any) -> tuple[TestRo
     if examples is None:
         states = {name: state for name, state in named.items() if isinstance(state, ServerState)}
         rounds = [checks.integer(f"the round of states[{name!r}]", state.round, 0) for name, state in states.items()]
-        return sim.executor.test(max(rounds, default=0)), sim.setup.engine.test_size
-    if sim.data.shifting is not None:
+        return sim.executor.test(max(rounds, default=0)), sim.setup.engine.federation.test_size
+    if shifted(sim.setup.engine):
         what = "examples must be left out if the data are shifted, because they depend on the client and the round"
-        checks.refuse(what, checks.shown(examples), "pass a Simulation of the data before .shifted(...)")
+        fix = "pass a Simulation of the data before .shifted(...), without a source that changes examples"
+        checks.refuse(what, checks.shown(examples), fix)
     x, y = joining.checked_pair(*joining.as_pair(examples, "examples"), "examples")
     data = replace(sim.data, x_test=x, y_test=y, test_sizes=None)
-    rows = place_test(data, sim.mesh, sim.setup.eval_batch_size, whole=False)
+    rows = place_test(data, sim.mesh, sim.setup.eval_batch_size, whole=False, shifted=False)
     assert rows is not None
     return rows, len(x)

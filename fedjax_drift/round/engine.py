@@ -1,4 +1,4 @@
-"""The types that describe a round: `Engine`, from which the round is compiled, and the arrays that the round uses.
+"""The types that describe a round: `Engine`, from which the round is compiled, and what its clients share.
 
 An `Engine` of another form is another compiled program. Its numbers, such as the learning rate, are arguments of the
 program (`recipes`). Everything that changes from round to round is an array.
@@ -6,8 +6,9 @@ program (`recipes`). Everything that changes from round to round is an array.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import jax
@@ -17,79 +18,33 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from fedjax_drift.clock import Clock, Devices
 from fedjax_drift.devices.mesh import AXIS, num_teams
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.model import Model
-from fedjax_drift.participation.rule import Participation
-from fedjax_drift.round.aggregation import Aggregation
-from fedjax_drift.round.failures import Failures
-from fedjax_drift.shift.rule import Shifting
-from fedjax_drift.types import Algorithm, Params, PyTree
+from fedjax_drift.round.arrays import Arrays, Client, Rows
+from fedjax_drift.round.sources import Moment, Source, Start
+from fedjax_drift.types import Algorithm, Params, PyTree, ServerState
+
+# fold_in(clients_key, i) is the key of client i in a round, for i < N. fold_in(clients_key, N + n) is the key for other
+# random numbers of the round, with the numbers n of the sources, and these:
+NUMBERS = {"redeal": 0, "failures": 1, "aggregation": 2}
+FINE_TUNING, CURVATURE = 3, 4
+SURVEY = 2**32 - 1  # fold_in(key of a source, SURVEY) is its key in the first phase of the round
 
 
-class Rows(NamedTuple):
-    """Training examples on the devices, one example per row.
+class Federation(NamedTuple):
+    """What a round knows of the data set and of its scores before it runs."""
 
-    They are the whole data set, replicated or sharded, or the streamed examples of one cohort.
-    """
-
-    x: jax.Array
-    """[M, F], every example flattened (`devices.mesh.flat`), otherwise as stored, so images stay uint8. If sharded, M
-    includes the padding of every shard."""
-    y: jax.Array  # [M, ...]
-    offsets: jax.Array | None = None  # int32 [N], the index of client i's first example; None if streamed
-    sizes: jax.Array | None = None  # int32 [N], n_i; None if streamed
-    places: jax.Array | None = None
-    """int32 [M + P], only if examples are redistributed. Example j of a client is then x[places[offset + j]].
-
-    The first M entries are 0..M-1. The other P entries are the indices of the cohort's examples in their new order."""
-
-
-class Client(NamedTuple):
-    """One client of a round, or several clients with leading axes.
-
-    An absent client has id N and no examples. Therefore it does no steps and has weight 0.
-    """
-
-    id: jax.Array  # int32
-    size: jax.Array  # int32, n_i
-    offset: jax.Array  # int32, index of its first example
-    steps: jax.Array  # int32, the local steps that it does: K_i, or fewer for a straggler
-    place: jax.Array
-    """int32, index of its state in ServerState.clients. This is its id unless a client store (`bank=`) keeps the
-    states. The personal evaluation uses it as an index of the client's test examples."""
-    factor: jax.Array | None = None  # float, multiplies its weight; None if the participation rule has no factors
-    version: jax.Array | None = None  # int32, the round in which it started; None if rounds are synchronous
-    discount: jax.Array | None = None  # float, multiplies its update, but not its weight; None likewise
-
-
-class TestRows(NamedTuple):
-    """The test set in T batches. The last batches are padded. If it is sharded, T is a multiple of D."""
-
-    x: jax.Array  # [T, B, ...]
-    y: jax.Array  # [T, B, ...]
-    mask: jax.Array  # bool [T, B], False for padding
-    # only if the data are shifted:
-    owner: jax.Array | None = None  # int32 [T, B], the client of the example, N for none
-    number: jax.Array | None = None  # int32 [T, B], the number of the example among those of its owner
-    t: jax.Array | None = None  # int32 [], the round whose shift the examples have
-
-
-class Arrays(NamedTuple):
-    """The data set. It is an argument of the compiled round, not a constant in it."""
-
-    rows: Rows | None  # None if the data set is streamed; each round then receives the examples of its cohort
-    test: TestRows | None
-    sizes: jax.Array  # int32 [N], n_i of all clients
-
-
-class Redeal(NamedTuple):
-    """Options for pooling and redistributing the examples of a cohort (`FederatedData.redealt`)."""
-
-    alpha: float | None  # of the Dirichlet distribution; None: the examples are split evenly
-    num_classes: int
-    most_rows: tuple[int, ...]  # most_rows[K - 1] is the largest number of examples of a cohort of K clients
+    mean_size: float  # mean of n_i
+    max_size: int  # the largest number of examples that a client can have in a round
+    row: tuple[Any, Any]  # the shapes and dtypes of one example on the devices, its input and its label
+    example: tuple[int, ...]  # the shape of one stored input
+    decode: Callable[[jax.Array], jax.Array]  # stored inputs -> inputs of the model; `data.federated.decode`
+    num_classes: int | None  # C, for classifiers with one integer label per example; otherwise None
+    test_size: int  # the number of test examples, 0 without a test set
+    test: str  # whose test set is evaluated if it changes with the rounds: "present", "first" or "both"
+    row_scores: tuple[str, ...]  # names of the metrics of `Model.scores` with one value per example
+    set_scores: tuple[str, ...]  # names of the metrics of `Model.scores` that are scalars of the whole test set
 
 
 class Engine(NamedTuple):
@@ -98,56 +53,24 @@ class Engine(NamedTuple):
     model: Model
     algorithm: Algorithm
     local: LocalTraining
+    sources: tuple[Source, ...]  # of drift, in the order in which a round calls them
     mesh: Mesh
     lanes: int  # L; 1: clients train one after another, without vmap
-    cohort_size: int  # K
-    clients_selected: int  # the number of clients that a round selects: K, or more with over-selection
-    participation: Participation  # selects them
-    factors: bool  # whether selected clients have a factor, by which their weight is multiplied
-    drop_nonfinite: bool  # whether a client with a non-finite update is dropped
     num_clients: int  # N
-    mean_size: float  # mean of n_i
-    max_size: int  # the largest number of examples that a client can have in a round
+    cohort_size: int  # K
     capacity: int  # the largest number of clients that the participation rule selects
+    most_clients: int  # the largest number of clients that a round trains
+    drop_nonfinite: bool  # whether a client with a non-finite update is dropped
+    federation: Federation
     state_rows: int  # length of the leaves of ServerState.clients: N; if sharded, rounded up to a multiple of D
     sharded: bool  # whether client states are sharded over the devices instead of replicated
     rows_by_rank: np.ndarray | None  # the result of `exchange.rows_by_rank` if the examples are sharded, otherwise None
-    example: tuple[int, ...]  # the shape of one stored input
-    decode: Callable[[jax.Array], jax.Array]  # stored inputs -> inputs of the model; `data.federated.decode`
-    shifting: Shifting | None  # how the examples change from client to client or from round to round
-    num_classes: int | None  # C, for classifiers with one integer label per example; otherwise None
-    test_size: int  # the number of test examples, 0 without a test set
-    row_scores: tuple[str, ...]  # names of the metrics of `Model.scores` with one value per example
-    set_scores: tuple[str, ...]  # names of the metrics of `Model.scores` that are scalars of the whole test set
-    redeal: Redeal | None  # not None: the cohort's examples are redistributed in every round
-    failures: Failures | None  # None: every selected client reports
-    aggregation: Aggregation
-    clock: Clock
-    devices: Devices | None  # the speeds of the clients; None: rounds have no virtual time
-    row: tuple[Any, Any]  # the shapes and dtypes of one example on the devices, its input and its label
     message: PyTree = None  # shapes and dtypes of a message, if `Algorithm.complete` needs them
 
     @property
-    def asynchronous(self) -> bool:
-        """Whether the server is updated without waiting for all clients that are training."""
-        return self.clock.concurrency is not None
-
-    @property
-    def slots(self) -> int:
-        """The number of clients that train, or will start in this round, if rounds are asynchronous: M, or with
-        ``starts="report"`` M + K - 1."""
-        M = self.clock.concurrency or 0
-        return M if self.clock.starts is None else M + self.cohort_size - 1
-
-    @property
     def over_selects(self) -> bool:
-        """Whether a round selects more clients than it aggregates."""
-        return self.clients_selected > self.cohort_size
-
-    @property
-    def most_clients(self) -> int:
-        """The largest number of clients that a round trains. Over-selected clients that come too late do not count."""
-        return min(self.capacity, self.cohort_size) if self.over_selects else self.capacity
+        """Whether a round selects more clients than it trains."""
+        return self.most_clients < self.capacity
 
 
 class Shared(NamedTuple):
@@ -159,8 +82,8 @@ class Shared(NamedTuple):
     t: jax.Array  # int32 [], the round
     lr: jax.Array  # float [], eta_t
     extra: Any = ()  # additional values for the function that `train.over_clients` calls, the same for all
-    aggregation: PyTree = ()  # the state of the aggregation rule
-    past: Any = ()  # `flight.Past`, if clients may have started in an earlier round
+    sources: Any = None  # the states of the sources with functions of one client, by name; None outside of a round
+    run_key: Any = None  # the key of the state; None outside of a round
     surveyed: Any = None  # the mean of the messages of `Algorithm.survey`; None: not yet known
 
 
@@ -172,18 +95,37 @@ def initial_client(engine: Engine, params: Params) -> PyTree:
     return complete(client, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), engine.message))
 
 
-def absent(engine: Engine) -> Client:
-    """The absent client, which fills an empty place."""
-    factor = jnp.zeros((), float) if engine.factors else None
-    client = Client(*map(jnp.int32, (engine.num_clients, 0, 0, 0, engine.state_rows)), factor=factor)  # type: ignore
-    return client._replace(**at_present(engine, ()))
+def moment(
+    engine: Engine, before: ServerState, arrays: Arrays, source: Source, key: jax.Array, survey: bool = False
+) -> Moment:
+    """What a function of a source can use in the round after the state ``before``.
+
+    key: the clients' key of the round. survey: whether it is the first phase of the round.
+    """
+    make_key = partial(key_of, engine, source, key, survey)
+    return Moment(before.round, make_key, engine, before.server, before.key, arrays, before)
 
 
-def at_present(engine: Engine, shape: tuple[int, ...]) -> dict[str, jax.Array]:
-    """The fields of clients that did not start in an earlier round. None of them if rounds are synchronous."""
-    if not engine.asynchronous:
-        return {}
-    return {"version": jnp.zeros(shape, jnp.int32), "discount": jnp.ones(shape, float)}
+def client_moment(
+    engine: Engine, shared: Shared, source: Source, client: Client, start: Start | None = None, survey: bool = False
+) -> Moment:
+    """What a function of one client can use. start: what this client has started with."""
+
+    def key() -> jax.Array:
+        return jax.random.fold_in(key_of(engine, source, shared.key, survey), client.id)
+
+    return Moment(shared.t, key, engine, shared.server, shared.run_key, start=start)
+
+
+def key_of(engine: Engine, source: Source, key: jax.Array, survey: bool) -> jax.Array:
+    """The key of a source in a round. key, survey: see `moment`."""
+    key = jax.random.fold_in(key, engine.num_clients + number_of(source))
+    return jax.random.fold_in(key, SURVEY) if survey else key
+
+
+def number_of(source: Source) -> int:
+    """Its number n among the random numbers of a round. That of a source of one's own depends on its name only."""
+    return NUMBERS.get(source.name, 2**30 + zlib.crc32(source.name.encode()) % 2**30)
 
 
 def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -192,9 +134,19 @@ def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:
     return cohort_key, clients_key
 
 
+def look_up(engine: Engine, rows: Rows, ids: jax.Array) -> Client:
+    """The clients with these ids. An id outside 0..N-1 gives an absent client."""
+    assert rows.sizes is not None and rows.offsets is not None, "with streamed examples, the caller passes `Client`s"
+    N = engine.num_clients
+    present = (ids >= 0) & (ids < N)
+    known = jnp.clip(ids, 0, N - 1)
+    size, place = jnp.where(present, rows.sizes[known], 0), jnp.where(present, ids, engine.state_rows)
+    return Client(jnp.where(present, ids, N), size, rows.offsets[known], engine.local.num_steps(size), place)
+
+
 def mean_steps(engine: Engine) -> int:
     """Kbar, the local steps of a client with the mean number of examples."""
-    return int(engine.local.num_steps(engine.mean_size))
+    return int(engine.local.num_steps(engine.federation.mean_size))
 
 
 def partitionable(function: Callable) -> Callable:

@@ -16,7 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import AXIS
-from fedjax_drift.round.engine import Engine, TestRows, on_each_device, replicated
+from fedjax_drift.round.arrays import TestRows
+from fedjax_drift.round.engine import Engine, on_each_device, replicated
+from fedjax_drift.round.sources import examples, functions_of
 from fedjax_drift.shift.rule import TESTING, Owner
 from fedjax_drift.types import Algorithm, Params, PyTree
 
@@ -30,7 +32,7 @@ def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[
     def batch(params: Params, t: Any, rows: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
         x, y = inputs(engine, rows, t)
         logits = engine.model.with_mask(rows.mask).apply(params, x)
-        return score_rows(engine, logits, y, rows.mask), logits if engine.set_scores else ()
+        return score_rows(engine, logits, y, rows.mask), logits if engine.federation.set_scores else ()
 
     def one_device(params: Params, t: Any, rows: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
         return lax.map(partial(batch, params, t), rows)
@@ -39,25 +41,30 @@ def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[
     return on_each_device(engine, one_device, (whole, whole, part), part)(params, test.t, test._replace(t=None))
 
 
+def shifted(engine: Engine) -> bool:
+    """Whether a source of drift changes the examples, so that the test set belongs to a round."""
+    return bool(functions_of(engine.sources, "example"))
+
+
 def at_round(engine: Engine, test: TestRows, t: Any) -> TestRows:
     """The test set that is evaluated in round t: that of round t, or with ``test="first"`` that of round 0."""
-    if engine.shifting is None:
+    if not shifted(engine):
         return test
-    return test._replace(t=jnp.zeros((), jnp.int32) if engine.shifting.test == "first" else t)
+    return test._replace(t=jnp.zeros((), jnp.int32) if engine.federation.test == "first" else t)
 
 
 def after(engine: Engine, test: TestRows, rounds: Any) -> TestRows:
     """The test set after this number of rounds: that of the last one."""
-    return at_round(engine, test, jnp.maximum(rounds - 1, 0)) if engine.shifting is not None else test
+    return at_round(engine, test, jnp.maximum(rounds - 1, 0)) if shifted(engine) else test
 
 
 def inputs(engine: Engine, rows: TestRows, t: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The inputs of the model [B, ...] and the labels [B, ...] of one batch of the test set, in round t."""
-    x = engine.decode(rows.x)
-    if engine.shifting is None:
+    x = engine.federation.decode(rows.x)
+    if not shifted(engine):
         return x, rows.y
     assert t is not None and rows.owner is not None and rows.number is not None
-    return engine.shifting.examples(t, Owner(rows.owner, engine.num_clients), rows.number, x, rows.y, TESTING)
+    return examples(engine.sources, t, Owner(rows.owner, engine.num_clients), rows.number, x, rows.y, TESTING)
 
 
 def score_rows(engine: Engine, logits: jax.Array, y: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
@@ -69,13 +76,13 @@ def score_rows(engine: Engine, logits: jax.Array, y: jax.Array, mask: jax.Array)
     model = engine.model.with_mask(mask)
     rows = {"loss": model.loss(logits, y)}
     classifies = jnp.issubdtype(y.dtype, jnp.integer) and logits.ndim == y.ndim + 1 and logits.shape[-1] > 1
-    if classifies and "accuracy" not in engine.set_scores:
+    if classifies and "accuracy" not in engine.federation.set_scores:
         finite = ~jnp.isnan(logits).any(-1)  # the argmax of NaNs would be class 0
         correct = (finite & (logits.argmax(-1) == y)).astype(rows["loss"].dtype)
         rows["accuracy"] = correct.mean(axis=tuple(range(1, correct.ndim)))
-    if model.scores is not None and engine.row_scores:
+    if model.scores is not None and engine.federation.row_scores:
         scores = model.scores(logits, y)
-        rows |= {name: jnp.asarray(scores[name], rows["loss"].dtype) for name in engine.row_scores}
+        rows |= {name: jnp.asarray(scores[name], rows["loss"].dtype) for name in engine.federation.row_scores}
     return rows
 
 
@@ -85,7 +92,7 @@ def evaluate(engine: Engine, params: Params, test: TestRows) -> dict[str, jax.Ar
     With ``test="both"`` of shifted data, the scores of the test set of round 0 have the prefix ``first_``.
     """
     scores = mean_scores(engine, params, test)
-    if engine.shifting is not None and engine.shifting.test == "both":
+    if engine.federation.test == "both":
         first = mean_scores(engine, params, test._replace(t=jnp.zeros((), jnp.int32)))
         scores |= {f"first_{name}": value for name, value in first.items()}
     return scores
@@ -98,16 +105,16 @@ def mean_scores(engine: Engine, params: Params, test: TestRows) -> dict[str, jax
     for name, values in rows.items():
         values = values.astype(jnp.promote_types(values.dtype, jnp.float32))
         means[name] = jnp.where(test.mask, values, 0).sum() / test.mask.sum()
-    if engine.model.scores is None or not engine.set_scores:
+    if engine.model.scores is None or not engine.federation.set_scores:
         return means
     whole = replicated(engine, (logits, labels(engine, test)))
-    scores = engine.model.scores(*(a.reshape(-1, *a.shape[2:])[: engine.test_size] for a in whole))
-    return means | {name: scores[name] for name in engine.set_scores}
+    scores = engine.model.scores(*(a.reshape(-1, *a.shape[2:])[: engine.federation.test_size] for a in whole))
+    return means | {name: scores[name] for name in engine.federation.set_scores}
 
 
 def labels(engine: Engine, test: TestRows) -> jax.Array:
     """The labels of the test set, [T, B, ...]. The compiler removes the inputs."""
-    if engine.shifting is None:
+    if not shifted(engine):
         return test.y
     return lax.map(lambda rows: inputs(engine, rows, test.t)[1], test._replace(t=None))
 

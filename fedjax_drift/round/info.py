@@ -18,15 +18,12 @@ RECORDED = {"round", "train_loss", "clients", "seconds", "accuracy"}
 """Names of values that `Simulation.run` and evaluations add to records. A metric must have a different name."""
 
 
-def describe(
-    engine: Engine, assigned: Assignment, outcome: dict[str, jax.Array], available: jax.Array | None
-) -> dict[str, jax.Array]:
+def describe(engine: Engine, assigned: Assignment, outcome: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The values of ``info`` that every algorithm has. The docstring of `Simulation.round_fn` describes them.
 
-    outcome: values of each client of the cohort, [K]. available: bool [N], or None without a rule of availability.
+    outcome: values of each client of the cohort, [K].
     """
-    N = engine.num_clients
-    present = assigned.cohort.id < N
+    present = assigned.cohort.id < engine.num_clients
     steps, executed = assigned.placed.steps.sum(), executed_steps(engine, assigned.placed)
     info = {
         "cohort": jnp.where(present, assigned.cohort.id, -1),
@@ -40,10 +37,6 @@ def describe(
         "lr": assigned.shared.lr,
     }
     info["finite"] = info["bad_leaf"] < 0
-    if available is not None:
-        info["available"] = available.sum()
-    if engine.failures is not None:
-        info["selected"] = jnp.where(assigned.drawn < N, assigned.drawn, -1)
     return info
 
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_drift import checks, tree
-from fedjax_drift.round.clock import initial_clock
-from fedjax_drift.round.cohort import initial_participation
-from fedjax_drift.round.engine import Engine, initial_client, partitionable
+from fedjax_drift.round.arrays import Arrays
+from fedjax_drift.round.engine import Engine, initial_client, moment, partitionable
+from fedjax_drift.round.sources import functions_of
 from fedjax_drift.types import Params, ServerState
 
 
@@ -26,7 +26,9 @@ def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array
     if not hasattr(server, "params"):
         what = f"{engine.algorithm.name}: init_server must return a pytree with an attribute params"
         checks.refuse(what, type(server).__name__, "return a NamedTuple whose field params is the global model")
-    participation = initial_participation(engine, round_key, sizes)
-    averaged = jax.tree.map(tree.strip_weak_type, engine.aggregation.init())
-    state = ServerState(jnp.zeros((), jnp.int32), round_key, server, clients, participation, averaged)
-    return state._replace(clock=initial_clock(engine, state, sizes))
+    state = ServerState(jnp.zeros((), jnp.int32), round_key, server, clients)
+    for source, start in functions_of(engine.sources, "init"):
+        at = moment(engine, state, Arrays(None, None, sizes), source, round_key)
+        of_source = jax.tree.map(tree.strip_weak_type, start(at))
+        state = state.with_source(source.name, of_source)
+    return state

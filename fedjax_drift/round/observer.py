@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from fedjax_drift.round.arrays import Arrays, Client
 from fedjax_drift.round.cohort import Assignment
-from fedjax_drift.round.engine import Arrays, Client, Engine, Shared
+from fedjax_drift.round.engine import Engine, Shared
 from fedjax_drift.round.train import update
 from fedjax_drift.types import ClientResult, Metrics, PyTree, Work
+
+Task = Callable[[Shared, Client, PyTree, Work], tuple[ClientResult, PyTree, PyTree]]
 
 
 class Observer(NamedTuple):
@@ -23,7 +26,7 @@ class Observer(NamedTuple):
     """
 
     before: Callable[[Assignment, Arrays], PyTree]
-    update: Callable[[Shared, Client, PyTree, Work], tuple[ClientResult, PyTree, PyTree]]
+    update: Task
     after: Callable[[Assignment, PyTree, PyTree, PyTree], Metrics]
 
 

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_drift.devices.mesh import num_teams
-from fedjax_drift.round.engine import Client, Engine, absent
+from fedjax_drift.round.arrays import Client
+from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.exchange import back_and_forth
+from fedjax_drift.round.sources import absent_like
 
 
 def places_of(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -33,7 +35,8 @@ def places_of(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
 def at_places(engine: Engine, clients: Client, steps: jax.Array) -> tuple[jax.Array, jax.Array, Client]:
     """Returns the results of `places_of`, and the client at each place, [D, G, L]. Empty places have absent clients."""
     order, empty = places_of(engine, steps)
-    placed = jax.tree.map(lambda none, a: jnp.where(empty, none, a[order]), absent(engine), clients)
+    none = absent_like(clients, engine.num_clients)
+    placed = jax.tree.map(lambda none, a: jnp.where(empty, none, a[order]), none, clients)
     return order, empty, placed
 
 

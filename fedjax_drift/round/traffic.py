@@ -19,7 +19,8 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedjax_drift import tree
 from fedjax_drift.message import coded_bits, uncoded
-from fedjax_drift.round.engine import Engine, Rows, Shared, initial_client
+from fedjax_drift.round.arrays import Rows
+from fedjax_drift.round.engine import Engine, Shared, initial_client
 from fedjax_drift.round.train import any_survey, phases
 from fedjax_drift.types import THREEFRY, PyTree
 
@@ -39,8 +40,8 @@ def exchanged_bytes(
 
 def sent_and_received(engine: Engine, server: PyTree) -> tuple[Any, int]:
     """The bytes that a client sends and receives in a round. Those of a codec are the bytes of a message of zeros."""
-    up, down = traffic(engine, server, Rows(*engine.row))
-    rows = Rows(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in engine.row))
+    up, down = traffic(engine, server, Rows(*engine.federation.row))
+    rows = Rows(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in engine.federation.row))
     zero = jnp.zeros((), jnp.int32)
     shared = Shared(server, rows, jax.random.key(0, impl=THREEFRY), zero, jnp.zeros((), float))
     results = phases(engine, shared, initial_client(engine, server.params), zero)

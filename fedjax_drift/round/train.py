@@ -21,14 +21,12 @@ from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.local import shuffle
 from fedjax_drift.message import decoded, summed
-from fedjax_drift.participation.rule import Clients, Participation
+from fedjax_drift.round.arrays import Client, Rows
 from fedjax_drift.round.client_states import fetch, overwrites, scatter, store
 from fedjax_drift.round.engine import (
-    Client,
     Engine,
-    Rows,
     Shared,
-    absent,
+    client_moment,
     initial_client,
     mean_steps,
     on_each_device,
@@ -36,6 +34,7 @@ from fedjax_drift.round.engine import (
     sum_over_devices,
 )
 from fedjax_drift.round.exchange import exchange, longest_share
+from fedjax_drift.round.sources import Start, absent_like, examples, functions_of
 from fedjax_drift.shift.rule import Owner
 from fedjax_drift.types import THREEFRY, Algorithm, Batch, ClientResult, Params, PyTree, ServerState, Trained, Work
 
@@ -124,25 +123,41 @@ def with_own_rows(engine: Engine, shared: Shared, everyone: Client) -> tuple[Sha
     return shared._replace(rows=Rows(x, y)), clients
 
 
+def started(engine: Engine, shared: Shared, client: Client, survey: bool = False) -> Shared:
+    """What one client has started with: ``shared``, unless a source of drift changes it.
+
+    survey: whether it is the first phase of the round.
+    """
+    for source, receive in functions_of(engine.sources, "receive"):
+        at = client_moment(engine, shared, source, client, survey=survey)
+        start = receive(shared.sources[source.name], start_of(shared), client, at)
+        server = tree.cast_like(start.server, shared.server, f"receive of {source!r}: the variables of the server")
+        shared = shared._replace(server=server, key=start.key, t=start.t, lr=start.lr)
+    return shared
+
+
+def start_of(shared: Shared) -> Start:
+    """The fields of ``shared`` that sources of drift may change for one client."""
+    return Start(shared.server, shared.key, shared.t, shared.lr)
+
+
 def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Array) -> Work:
     """One client's `Work` in the round. longest: the number of examples of the largest client in its group."""
     data, size = shared.rows, client.size
-    B = min(engine.local.batch_size, engine.max_size)
-    most_batches = -(-engine.max_size // B)
+    of, B = engine.federation, min(engine.local.batch_size, engine.federation.max_size)
+    most_batches = -(-of.max_size // B)
 
-    def examples(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def batch_at(index: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The inputs and labels [B, ...] of B of the client's examples, which are numbered from 0."""
         rows = client.offset + index
         rows = rows if data.places is None else data.places[rows]
-        x = engine.decode(data.x[rows][:, : math.prod(engine.example)].reshape(B, *engine.example))
-        if engine.shifting is None:
-            return x, data.y[rows]
-        return engine.shifting.examples(shared.t, Owner(client.id, engine.num_clients), index, x, data.y[rows])
+        x = of.decode(data.x[rows][:, : math.prod(of.example)].reshape(B, *of.example))
+        return examples(engine.sources, shared.t, Owner(client.id, engine.num_clients), index, x, data.y[rows])
 
     def batch_of(order: jax.Array, begin: jax.Array, k: jax.Array) -> Batch:
         """Batch k of an epoch, whose examples are ``order[begin:begin + B]``."""
         mask = k * B + jnp.arange(B) < size
-        return Batch(*examples(jnp.where(mask, lax.dynamic_slice(order, (begin,), (B,)), 0)), mask)
+        return Batch(*batch_at(jnp.where(mask, lax.dynamic_slice(order, (begin,), (B,)), 0)), mask)
 
     def epoch(key: jax.Array) -> Callable[[jax.Array], Batch]:
         order = shuffle(key, size, longest, most_batches * B)
@@ -161,7 +176,7 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
     def label_counts(num_classes: int) -> jax.Array:
         def add(k: jax.Array, counts: jax.Array) -> jax.Array:
             example = k * B + jnp.arange(B)
-            labels = jax.nn.one_hot(examples(jnp.where(example < size, example, 0))[1], num_classes)
+            labels = jax.nn.one_hot(batch_at(jnp.where(example < size, example, 0))[1], num_classes)
             labels = labels.reshape(B, -1, num_classes).sum(1)  # an example may have several labels
             return counts + jnp.where((example < size)[:, None], labels, 0).sum(0)
 
@@ -171,7 +186,7 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
     return Work(
         t=shared.t,
         size=size,
-        q=size / engine.mean_size,
+        q=size / of.mean_size,
         num_batches=-(-size // B),
         num_steps=client.steps,
         mean_steps=mean_steps(engine),
@@ -201,7 +216,7 @@ def executed_steps(engine: Engine, placed: Client) -> jax.Array:
     """
     if engine.local.steps is not None:  # the parts have the same number of steps for all clients
         return placed.steps.max(2).sum() * engine.lanes
-    batches = -(-placed.size // min(engine.local.batch_size, engine.max_size))[..., None]
+    batches = -(-placed.size // min(engine.local.batch_size, engine.federation.max_size))[..., None]
     epochs = jnp.arange(engine.local.epochs)[None, None, None]
     left = placed.steps[..., None] - batches * epochs
     return jnp.clip(left, 0, batches).max(2).sum() * engine.lanes
@@ -210,7 +225,7 @@ def executed_steps(engine: Engine, placed: Client) -> jax.Array:
 def update(
     engine: Engine, shared: Shared, client: Client, old: PyTree, work: Work, phase: str = "client_update"
 ) -> ClientResult:
-    """One client's update, with the weight that it has with this participation rule.
+    """One client's update, with the weight that the sources of drift give it.
 
     phase: "survey" for the first phase of the round. Raises ConfigurationError unless the algorithm returns a valid
     `ClientResult`.
@@ -225,10 +240,8 @@ def update(
     metrics = replace(trained, metrics=metrics) if trained else metrics
     message, weight = jax.tree.map(jnp.asarray, result.message), jnp.asarray(result.weight, shared.lr.dtype)
     scalars(algorithm, "the weight", {"the weight": weight})
-    if engine.participation.weights == "uniform":
-        weight = jnp.ones_like(weight)
-    if client.factor is not None:
-        weight = weight * client.factor.astype(weight.dtype)
+    for _, weigh in functions_of(engine.sources, "weigh"):
+        weight = weigh(weight, client)
     state = tree.cast_like(result.state, old, f"{algorithm.name}: a client's new state")
     return ClientResult(message, weight, state, metrics)
 
@@ -307,30 +320,6 @@ def some_message(engine: Engine, params: Params, rows: Rows) -> PyTree:
     return result_of(engine.algorithm, "client_update", shared.server, client, work).message
 
 
-def no_losses(rule: Participation, function: str) -> Callable[[jax.Array], jax.Array]:
-    """`Clients.losses` for a function of a participation rule that must not ask for losses."""
-
-    def losses(ids: jax.Array) -> jax.Array:
-        what = f"{function} of the participation rule {rule.name} must not ask for losses"
-        checks.refuse(what, "a call of clients.losses", "call it in select")
-
-    return losses
-
-
-def expected_weight(engine: Engine, shared: Shared, sizes: jax.Array, available: jax.Array | None) -> jax.Array:
-    """The expected sum of the weights of a round's clients, a scalar, for a participation rule with ``expected``.
-
-    sizes: int32 [N]. available: bool [N], the clients that can be selected; None: all. The weight of a client depends
-    on its size only, so the compiler removes everything else from the updates of the N clients.
-    """
-    rule, K = engine.participation, engine.clients_selected
-    assert rule.expected is not None
-    factor = rule.expected(K, Clients(sizes, no_losses(rule, "expected"), available))
-    if available is not None:
-        factor = jnp.where(available, factor, 0)
-    return factor @ jax.vmap(lambda size: update_of_size(engine, shared, size).weight)(sizes)
-
-
 def check_finite(engine: Engine, client: Client, result: ClientResult) -> tuple[jax.Array, jax.Array]:
     """Returns whether the client is aggregated, bool []; and the index of the first leaf of `checked` that is not
     finite, or -1.
@@ -361,6 +350,7 @@ def finished(engine: Engine, shared: Shared, placed: Client, answered: jax.Array
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         return (), (), tree.cast_like(finish(shared.server, state), state, what)
 
-    placed = jax.tree.map(lambda a, none: jnp.where(answered, a, none), placed, absent(engine))
+    none_of = absent_like(placed, engine.num_clients)
+    placed = jax.tree.map(lambda a, none: jnp.where(answered, a, none), placed, none_of)
     engine = engine._replace(rows_by_rank=None)  # no examples are needed, so none are exchanged
     return over_clients(engine, one, shared._replace(rows=Rows(none, none)), placed, clients)[2]

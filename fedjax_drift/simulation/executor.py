@@ -20,7 +20,7 @@ from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import copied, leaf_shardings, put
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.measures.measure import Measure, nan_allowed
-from fedjax_drift.round.engine import Rows, TestRows
+from fedjax_drift.round.arrays import Rows, TestRows
 from fedjax_drift.round.evaluate import after, server_scores
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.host import Fetched, Host
@@ -82,7 +82,7 @@ class Executor:
     def computation(self) -> str:
         """Names what a round computes, for checkpoints: the version of JAX, the kind of device, and a checksum of the
         traced updates of a client and of the server."""
-        shapes = self.setup.state, Rows(*self.setup.engine.row)
+        shapes = self.setup.state, Rows(*self.setup.engine.federation.row)
         try:
             checksum = self.programs.checksum(*shapes)
         except UNTRACEABLE:
@@ -121,7 +121,7 @@ class Executor:
         state: what `selects_from` returns, with the number of the round.
         """
         if cohort is not None:
-            return self.host.fetch(np.asarray(cohort), np.ones(len(cohort)) if self.setup.engine.factors else None)
+            return self.host.fetch(np.asarray(cohort), np.ones(len(cohort)) if self.setup.selection.factors else None)
         if self.setup.selects_ahead:
             selected = self.programs.select_on_host(state, self.setup.data.sizes)
         else:

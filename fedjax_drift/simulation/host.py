@@ -14,7 +14,7 @@ from fedjax_drift.data.federated import integers_as_int32
 from fedjax_drift.data.reading import cut, source
 from fedjax_drift.devices.mesh import flat, put
 from fedjax_drift.local import LocalTraining
-from fedjax_drift.round.engine import Arrays, Client, Rows
+from fedjax_drift.round.arrays import Arrays, Client, Rows
 from fedjax_drift.simulation.setup import Setup
 
 

@@ -240,17 +240,15 @@ def on_host(state: ServerState) -> ServerState:
     The copy is on a CPU device, or on the first device if JAX has no CPU device (JAX_PLATFORMS=cuda). With it, the next
     cohort is selected on the CPU while an accelerator is busy with the previous round.
     """
-    words, participation = jax.device_get((jax.random.key_data(state.key), state.participation))
+    rule = {name: of_source for name, of_source in state.sources.items() if name == "participation"}
+    words, rule = jax.device_get((jax.random.key_data(state.key), rule))
     try:
         device = jax.local_devices(backend="cpu")[0]
     except RuntimeError:
         device = jax.local_devices()[0]
-    words, participation = jax.device_put((words, participation), device)
+    words, rule = jax.device_put((words, rule), device)
     key = jax.random.wrap_key_data(words, impl=THREEFRY)
-    return at_round(
-        state._replace(key=key, server=(), participation=participation, clients=(), aggregation=(), clock=()),
-        int(state.round),
-    )
+    return at_round(state._replace(key=key, server=(), clients=(), sources=rule), int(state.round))
 
 
 def at_round(state: ServerState, t: int) -> ServerState:

@@ -26,7 +26,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import recipes, tree
-from fedjax_drift.clock import synchronous
 from fedjax_drift.devices.launch import launch
 from fedjax_drift.devices.mesh import any_device, is_described
 from fedjax_drift.devices.processes import spans_processes
@@ -35,10 +34,9 @@ from fedjax_drift.measures import measure, personal
 from fedjax_drift.measures.measure import Measure
 from fedjax_drift.message import summed
 from fedjax_drift.model import Model
-from fedjax_drift.participation import uniform
-from fedjax_drift.round.aggregation import mean
+from fedjax_drift.round.arrays import Arrays, Rows, TestRows
 from fedjax_drift.round.cohort import select
-from fedjax_drift.round.engine import Arrays, Engine, Rows, TestRows, partitionable
+from fedjax_drift.round.engine import Engine, partitionable
 from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.initial import init
@@ -52,8 +50,8 @@ from fedjax_drift.types import Params, PyTree, Round, ServerState
 KEPT = 16
 MOST_ROUNDS = 64  # the largest number of rounds in one program of `run`
 # The fields of an engine that contain numbers, and those that an evaluation uses.
-CONTINUOUS = ("algorithm", "local", "participation", "failures", "aggregation", "clock", "devices", "shifting")
-SCORING = ("model", "mesh", "decode", "shifting", "num_clients", "test_size", "row_scores", "set_scores")
+CONTINUOUS = ("algorithm", "local", "sources")
+SCORING = ("model", "mesh", "federation", "sources", "num_clients")
 Numbers = tuple[Any, ...]
 FrozenArrays = tuple[PyTree, ...]
 
@@ -204,9 +202,11 @@ def split(engine: Engine, constant: bool = False) -> tuple[recipes.Form, tuple[f
 
 def scoring(engine: Engine) -> Engine:
     """The engine with the fields only that an evaluation uses. Different algorithms then share the evaluation."""
-    if engine.shifting is None:
-        engine = engine._replace(num_clients=None)  # type: ignore[arg-type]
-    return only(engine, *SCORING)
+    shifts = [source for source in engine.sources if source.example is not None]
+    unused: dict[str, Any] = dict.fromkeys(("mean_size", "max_size", "row", "example", "num_classes"))
+    federation: Any = engine.federation._replace(**unused)
+    N: Any = engine.num_clients if shifts else None
+    return only(engine._replace(federation=federation, sources=tuple(shifts), num_clients=N), *SCORING)
 
 
 def only(engine: Engine, *names: str) -> Engine:
@@ -315,8 +315,7 @@ def _of_turn(layout: Layout) -> NamedSharding | None:
 
 def _selecting_nobody(engine: Engine) -> Engine:
     """The engine without what a program that evaluates clients does not use, so that simulations share the program."""
-    engine = engine._replace(participation=uniform(), factors=False, failures=None, aggregation=mean())
-    return engine._replace(clock=synchronous(), devices=None)
+    return engine._replace(sources=tuple(source for source in engine.sources if source.example is not None))
 
 
 @lru_cache(KEPT)
@@ -344,7 +343,7 @@ def _checksum(form: recipes.Form, count: int, structure: Any, leaves: tuple[jax.
         result = any_update(engine, state, rows)
         one = jnp.ones((), result.weight.dtype)
         surveyed = any_survey(engine, state.server, rows)
-        context = Round(state.round, one, one, engine.num_clients, engine.mean_size, surveyed)
+        context = Round(state.round, one, one, engine.num_clients, engine.federation.mean_size, surveyed)
         return result, engine.algorithm.server_update(state.server, summed(result.message), context)
 
     traced = jax.make_jaxpr(updates)((1.0,) * count, *jax.tree.unflatten(structure, leaves))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,21 +10,8 @@ import jax.numpy as jnp
 from fedjax_drift import checks
 from fedjax_drift.participation import Clients, Participation, uniform
 from fedjax_drift.participation.cohorts import SHORT_NAMES
+from fedjax_drift.round.selection import Selection
 from fedjax_drift.types import THREEFRY
-
-
-class Selection(NamedTuple):
-    """A participation rule, and what the programs need to know of it."""
-
-    rule: Participation
-    capacity: int  # K', the largest number of clients that it selects
-    factors: bool  # whether clients have a factor, by which their weight is multiplied
-    asks_losses: bool  # whether it asks for the losses of clients at the present model
-
-    @property
-    def ahead(self) -> bool:
-        """Whether a cohort can be selected before the rounds before it have ended."""
-        return self.rule.observe is None and not self.asks_losses
 
 
 def rule_of(participation: Any) -> Participation:
@@ -79,4 +66,4 @@ def selection_of(rule: Participation, N: int, K: int) -> Selection:
         checks.refuse(what, checks.shown(factor))
     if available is not None and (available.shape != (N,) or available.dtype != bool):
         checks.refuse(f"available of {rule.name} must return bool [{N}], one for each client", checks.shown(available))
-    return Selection(rule, capacity, factor is not None or not rule.distinct, bool(asked))
+    return Selection(rule, K, capacity, factor is not None or not rule.distinct, bool(asked))

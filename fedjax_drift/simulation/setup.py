@@ -4,40 +4,40 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from fedjax_drift import checks, recipes, tree
 from fedjax_drift.algorithms.running_statistics import with_running_statistics
-from fedjax_drift.clock import Clock, Devices
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import flat, leaf_shardings, num_teams, team_size
-from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift
-from fedjax_drift.measures.drift import Measured
 from fedjax_drift.measures.measure import Measures
 from fedjax_drift.message import summed
 from fedjax_drift.model import Model
-from fedjax_drift.participation import Participation, bernoulli
+from fedjax_drift.participation import bernoulli
 from fedjax_drift.round import rows
-from fedjax_drift.round.aggregation import Aggregation
-from fedjax_drift.round.engine import Arrays, Engine, Redeal, Rows, initial_client
-from fedjax_drift.round.evaluate import at_round, evaluate
+from fedjax_drift.round.arrays import Arrays, Rows
+from fedjax_drift.round.engine import Engine, Federation, initial_client
+from fedjax_drift.round.evaluate import at_round, evaluate, shifted
 from fedjax_drift.round.exchange import rows_by_rank
-from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.initial import init
+from fedjax_drift.round.selection import Selection
+from fedjax_drift.round.sources import Source
 from fedjax_drift.round.train import any_survey, any_update, checked, some_message
+from fedjax_drift.shift.rule import shift_of
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.fit import check_model
 from fedjax_drift.simulation.lanes import lane_of
-from fedjax_drift.simulation.placement import Placement, moved, shardings_of
+from fedjax_drift.simulation.options import Options
+from fedjax_drift.simulation.placement import moved, shardings_of
 from fedjax_drift.simulation.selection import selection_of
+from fedjax_drift.simulation.sources import RESERVED, redeal_of, sources_of
 from fedjax_drift.simulation.timing import check_clock, check_mixes
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.specification import ON_DEVICES
@@ -51,6 +51,8 @@ class Setup:
     data: FederatedData
     model: Model
     algorithm: Algorithm  # as given; that of the engine also handles running statistics
+    options: Options  # with all defaults; its algorithm is that of the engine
+    selection: Selection  # how the clients of a round are selected
     engine: Engine  # its model is without the arrays of frozen parameters
     arrays: Arrays  # the data set on the devices
     measures: Measures  # the drift measures to compute in every round
@@ -103,11 +105,11 @@ class Setup:
 
     def any_update(self) -> ClientResult:
         """The shapes and dtypes of one client's update."""
-        return jax.eval_shape(partial(any_update, self.engine), self.state, Rows(*self.engine.row))
+        return jax.eval_shape(partial(any_update, self.engine), self.state, Rows(*self.engine.federation.row))
 
     def any_survey(self) -> Any:
         """The shapes of the mean of the first phase of a round. None if there is no such phase."""
-        return jax.eval_shape(partial(any_survey, self.engine), self.state.server, Rows(*self.engine.row))
+        return jax.eval_shape(partial(any_survey, self.engine), self.state.server, Rows(*self.engine.federation.row))
 
     def update_leaves(self) -> list[str]:
         """The names of the leaves of a client's update. ``info["bad_leaf"]`` has indices into this list."""
@@ -116,19 +118,20 @@ class Setup:
 
     def check_rules(self, state: ServerState) -> None:
         """Raises ConfigurationError if the state is of another rule, or was saved without the state of a rule."""
-        for field, what in (
-            ("participation", "participation rule"),
-            ("aggregation", "aggregation rule"),
-            ("clock", "clock"),
-        ):
-            stored, expected, name = getattr(state, field), getattr(self.state, field), getattr(self.engine, field).name
+        sources = {source.name: source for source in self.engine.sources}
+        for name in [*sources, *(name for name in state.sources if name not in sources)]:
+            source = sources.get(name, Source(name, kind=name if name in RESERVED else "source", title="synchronous"))
+            stored, expected = state.sources.get(name, ()), source.state_of(self.state)
             if len({jax.tree.structure(each) for each in (stored, expected)}) == 1:
                 continue
             if not jax.tree.leaves(stored):
                 fix = "save all fields but the client states, which is state._replace(clients=()), or start with init"
-                checks.refuse(f"state must have the state of the {what} {name} in its field {field}", stored, fix)
-            fix = f"start with init, or keep the field {field} of the state"
-            checks.refuse(f"state must be of a simulation with the {what} {name}", f"one of another {what}", fix)
+                checks.refuse(f"state must have the state of {source.described} in its field {name}", stored, fix)
+            what, fix = (
+                f"state must be of a simulation with {source.described}",
+                f"or keep the field {name} of the state",
+            )
+            checks.refuse(what, f"one of another {source.kind}", f"start with init, {fix}")
 
     def refuse_traced(self, name: str, value: Any) -> None:
         """Raises ConfigurationError if client states, which are on the host, would depend on a traced value."""
@@ -172,30 +175,11 @@ def any_row(data: FederatedData, mesh: Mesh) -> tuple[Any, Any]:
     return jax.eval_shape(lambda: (jnp.asarray(flat(x, mesh)), jnp.asarray(integers_as_int32(y))))
 
 
-class Options(NamedTuple):
-    """The arguments of `Simulation`, as they were given."""
-
-    model: Model
-    data: FederatedData
-    algorithm: Algorithm
-    local: LocalTraining
-    cohort_size: int
-    participation: Participation
-    failures: Failures
-    aggregation: Aggregation
-    clock: Clock
-    devices: Devices | None
-    placement: Placement
-    on_nonfinite: str
-    measure: Measured
-
-
-def assemble(options: Options) -> Setup:
+def assemble(given: Options) -> Setup:
     """Checks the options and their combinations, resolves those that depend on others, and places the data on the
     devices."""
-    model, data, algorithm, local, cohort_size, participation, failures, aggregation, clock, devices, placement, *_ = (
-        options
-    )
+    options = given
+    model, data, algorithm, local, cohort_size, participation, failures, aggregation, clock, _, placement, *_ = options
     validate.check_types(model, data, algorithm, local)
     algorithm = algorithm._replace(requires=Needs.of(algorithm.requires))
     N = data.num_clients
@@ -223,54 +207,56 @@ def assemble(options: Options) -> Setup:
     capacity = selection.capacity
     decoded = data.decoding
     shapes = check_model(model, data, decoded)
-    redeal = _redeal(data)
+    redeal = redeal_of(data)
     max_size = int(data.sizes.max())
     if redeal is not None and redeal.alpha is not None:
         max_size = redeal.most_rows[capacity - 1]  # one client may get all examples of a cohort
     validate.check_local(local, shapes.params, max_size)
     validate.check_augment(local, data, decoded)
-    validate.check_shift(data)
+    if data.shifting is not None:
+        validate.check_shift("shift", data.shifting.shift, data)
+    for source in options.sources:
+        if source.example is not None:
+            validate.check_shift("example", shift_of(source.example, source.name), data)
     rows_at = placement.rows_at(data, mesh)
     if selection.asks_losses and rows_at == "host":
         what = f"{participation.name} needs the losses of clients that do not train, and so all examples on the devices"
         checks.refuse(what, "a streamed data set", "pass stream=False")
     D = num_teams(mesh)
     lane = partial(lane_of, model, decoded, data.x, data.y, min(local.batch_size, max_size))
+    options = options._replace(algorithm=algorithm, cohort_size=cohort_size, participation=selection.rule)
+    options = options._replace(devices=check_clock(options, selection))
+    most_clients = min(capacity, cohort_size) if over_selected else capacity
     engine = Engine(
         model=model,
         algorithm=algorithm,
         local=local,
+        sources=sources_of(options, selection),
         mesh=mesh,
-        lanes=placement.lanes_for(min(capacity, cohort_size) if over_selected else capacity, mesh, lane),
-        cohort_size=cohort_size,
-        clients_selected=clients_selected,
-        participation=selection.rule,
-        factors=selection.factors,
-        drop_nonfinite=on_nonfinite == "drop_client",
+        lanes=placement.lanes_for(most_clients, mesh, lane),
         num_clients=N,
-        mean_size=len(data.x) / N,
-        max_size=max_size,
+        cohort_size=cohort_size,
         capacity=capacity,
+        most_clients=most_clients,
+        drop_nonfinite=on_nonfinite == "drop_client",
+        federation=Federation(
+            mean_size=len(data.x) / N,
+            max_size=max_size,
+            row=any_row(data, mesh),
+            example=data.x.shape[1:],
+            decode=decoded,
+            num_classes=shapes.num_classes,
+            test_size=0 if data.x_test is None else len(data.x_test),
+            test="present" if data.shifting is None else data.shifting.test,
+            row_scores=shapes.row_scores,
+            set_scores=shapes.set_scores,
+        ),
         state_rows=N,
         sharded=False,
         rows_by_rank=rows_by_rank(data.sizes, local.batches(data.sizes)) if rows_at == "parts" else None,
-        example=data.x.shape[1:],
-        decode=decoded,
-        shifting=data.shifting,
-        num_classes=shapes.num_classes,
-        test_size=0 if data.x_test is None else len(data.x_test),
-        row_scores=shapes.row_scores,
-        set_scores=shapes.set_scores,
-        redeal=redeal,
-        failures=failures if failures.any else None,
-        aggregation=aggregation,
-        clock=clock,
-        devices=devices,
-        row=any_row(data, mesh),
     )
-    engine = engine._replace(devices=check_clock(engine, selection))
     if algorithm.complete is not None:
-        message = jax.eval_shape(partial(some_message, engine), shapes.params, Rows(*engine.row))
+        message = jax.eval_shape(partial(some_message, engine), shapes.params, Rows(*engine.federation.row))
         engine = engine._replace(message=message)
     client_store = placement.states_at(
         jax.eval_shape(partial(initial_client, engine), shapes.params), N, capacity, mesh
@@ -278,7 +264,7 @@ def assemble(options: Options) -> Setup:
     if client_store == "sharded" and D > 1:
         engine = engine._replace(state_rows=-(-N // D) * D, sharded=True)
     measures = drift.chosen(options.measure, engine, streamed=rows_at == "host")
-    arrays = rows.place(data, mesh, rows_at, placement.eval_batch_size)
+    arrays = rows.place(data, mesh, rows_at, placement.eval_batch_size, shifted(engine))
     if algorithm.requires.accuracy:
         test = at_round(engine, arrays.test, jnp.int32(0)) if arrays.test is not None else None
         scores = jax.eval_shape(partial(evaluate, engine), shapes.params, test)
@@ -287,7 +273,9 @@ def assemble(options: Options) -> Setup:
             checks.refuse(f"{algorithm.name} needs the test accuracy", "an evaluation without it", fix)
 
     def added() -> Any:  # the shapes of what one client adds to the sum
-        return jax.eval_shape(lambda *shapes: summed(some_message(engine, *shapes)), shapes.params, Rows(*engine.row))
+        return jax.eval_shape(
+            lambda *shapes: summed(some_message(engine, *shapes)), shapes.params, Rows(*engine.federation.row)
+        )
 
     validate.check_rule(aggregation, added, cohort_size)
     if clock.mixes == "models":
@@ -296,7 +284,9 @@ def assemble(options: Options) -> Setup:
     return Setup(
         data=data,
         model=model_with_arrays,
-        algorithm=options.algorithm,
+        algorithm=given.algorithm,
+        options=options,
+        selection=selection,
         engine=engine,
         arrays=arrays,
         measures=measures,
@@ -306,14 +296,6 @@ def assemble(options: Options) -> Setup:
         client_store=client_store,
         state=jax.eval_shape(partial(init, one_state), jax.random.key(0, impl=THREEFRY), None, arrays.sizes),
         shardings=shardings_of(engine, on_host=client_store not in ON_DEVICES),
-        selects_ahead=selection.ahead and not engine.asynchronous,
+        selects_ahead=selection.ahead and clock.concurrency is None,
         x64=validate.x64(),
     )
-
-
-def _redeal(data: FederatedData) -> Redeal | None:
-    if data.redeal is None:
-        return None
-    alpha = None if data.redeal == "evenly" else float(data.redeal)
-    most_rows = np.cumsum(np.sort(data.sizes)[::-1], dtype=np.int64).tolist()
-    return Redeal(alpha, int(data.y.max()) + 1 if alpha else 1, tuple(most_rows))

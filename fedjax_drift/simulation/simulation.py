@@ -32,6 +32,7 @@ from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation, mean
 from fedjax_drift.round.exchange import longest_share
 from fedjax_drift.round.failures import Failures
+from fedjax_drift.round.sources import Source
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.asked import Asked
 from fedjax_drift.simulation.executor import Executor, RunTrack
@@ -43,6 +44,7 @@ from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
 from fedjax_drift.simulation.records import History, complaints, loss_message
 from fedjax_drift.simulation.selection import named_rule, rule_of
 from fedjax_drift.simulation.setup import Options, Setup, assemble
+from fedjax_drift.simulation.sources import check_sources
 from fedjax_drift.simulation.sweep import Run, sweep
 from fedjax_drift.simulation.until import Until, ends, has_ended
 from fedjax_drift.storage.checkpoint import Checkpoints
@@ -109,6 +111,7 @@ class Simulation:
         "labels", "sharpness", "local_sharpness" (see `Simulation.measure`), or values such as
         ``fd.measures.sharpness(largest=1)`` and your own `fd.measures.Measure`. They are computed while clients train,
         except for "gradients", for which they train a second time. Default: none, at no cost.
+      sources: sources of drift of your own, a list of `fd.sources.Source`.
       **options: the fields of `fd.Failures` and `fd.Placement` can also be passed directly as keyword arguments:
         ``Simulation(..., dropout=0.1, lanes=16)``.
 
@@ -132,6 +135,7 @@ class Simulation:
         placement: Placement | None = None,
         on_nonfinite: Literal["keep", "drop_client", "raise"] = "keep",
         measure: drift.Measured = (),
+        sources: Sequence[Source] = (),
         **options: Unpack[FlatOptions],
     ) -> None:
         if "sampling" in options:
@@ -143,7 +147,7 @@ class Simulation:
         given = Options(
             model, data, algorithm, LocalTraining() if local is None else local, cohort_size, rule_of(participation),
             failures, mean() if aggregation is None else aggregation, synchronous() if clock is None else clock,
-            devices, placement, on_nonfinite, measure,
+            devices, placement, on_nonfinite, measure, check_sources(sources),
         )  # fmt: skip
         self.executor = Executor(assemble(given), self.__repr__)
 
@@ -179,16 +183,19 @@ class Simulation:
         An option of local training has the prefix "local_" if the algorithm has an option of the same name. Functions
         are left out, except for the name of the local optimizer.
         """
-        engine, local = self.setup.engine, dataclasses.asdict(self.local)
+        options, local = self.setup.options, dataclasses.asdict(self.local)
         recipe = self.algorithm.recipe
         of_algorithm = reprs.plain(recipe.arguments) if recipe else {}
         if self.local.optimizer is not None:
             local["optimizer"] = reprs.function_name(self.local.optimizer.update)
         of_local = {f"local_{name}" if name in of_algorithm else name: value for name, value in local.items()}
-        data = {"data": self.data.name, "clients": self.data.num_clients, "cohort_size": engine.cohort_size}
-        sampling = {**_settings_of(engine.participation), "aggregation": self.aggregation.name}
-        failures = dataclasses.asdict(engine.failures) if engine.failures else {}
-        timing = {**_clock_of(engine.clock), **(dataclasses.asdict(engine.devices) if engine.devices else {})}
+        data = {"data": self.data.name, "clients": self.data.num_clients, "cohort_size": options.cohort_size}
+        sampling = {**_settings_of(options.participation), "aggregation": self.aggregation.name}
+        failures = dataclasses.asdict(options.failures) if options.failures.any else {}
+        timing = {**_clock_of(options.clock), **(dataclasses.asdict(options.devices) if options.devices else {})}
+        for source in options.sources:
+            arguments = reprs.plain(source.recipe.arguments) if source.recipe else {}
+            timing |= {source.name: True, **{f"{source.name}_{name}": value for name, value in arguments.items()}}
         settings = {"algorithm": self.algorithm.name, **of_algorithm, **of_local, **data, **sampling, **failures}
         settings |= timing
         return {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
@@ -196,18 +203,18 @@ class Simulation:
     @property
     def aggregation(self) -> Aggregation:
         """How the server averages the clients' messages."""
-        return self.setup.engine.aggregation
+        return self.setup.options.aggregation
 
     @property
     def participation(self) -> Participation:
         """The rule that selects the clients of a round."""
-        return self.setup.engine.participation
+        return self.setup.options.participation
 
     @property
     def sampling_rate(self) -> float:
         """The probability that a client is selected in a round: K / N, or with over-selection
         ceil(over_selection * K) / N."""
-        return self.setup.engine.clients_selected / self.data.num_clients
+        return self.setup.selection.selects / self.data.num_clients
 
     @property
     def on_nonfinite(self) -> str:
@@ -242,7 +249,7 @@ class Simulation:
             client_store=setup.client_store,
             identity=identity(
                 setup.engine._replace(model=setup.model),
-                setup.data,
+                setup.options,
                 setup.on_nonfinite,
                 setup.client_store,
                 setup.state,
@@ -396,7 +403,7 @@ class Simulation:
     def _checked_cohort(self, cohort: Any, what: str = "cohort") -> jax.Array | None:
         if cohort is None:
             return None
-        if self.setup.engine.asynchronous:
+        if self.setup.options.clock.concurrency is not None:
             what += " must be None with asynchronous rounds, whose clients are those that report next"
             checks.refuse(what, checks.shown(cohort), "leave it out")
         if self.participation.expected is not None:
@@ -407,10 +414,10 @@ class Simulation:
             return cohort
         if isinstance(cohort, Sequence) and any(isinstance(client, str) for client in cohort):
             cohort = [self.data.id_of(client) if isinstance(client, str) else client for client in cohort]
-        ids, engine = validate.check_cohort(cohort, self.data.num_clients, what), self.setup.engine
-        if engine.redeal is not None and engine.redeal.alpha is not None and len(ids) > engine.capacity:
+        ids, capacity = validate.check_cohort(cohort, self.data.num_clients, what), self.setup.engine.capacity
+        if self.data.redeal not in (None, "evenly") and len(ids) > capacity:
             fix = "pass a larger cohort_size to Simulation"
-            checks.refuse(f"{what} must have at most {engine.capacity} clients with data.redealt(alpha)", len(ids), fix)
+            checks.refuse(f"{what} must have at most {capacity} clients with data.redealt(alpha)", len(ids), fix)
         return put(ids, self.setup.everywhere) if spans_processes(self.mesh) else ids
 
     def _cohorts(self, cohort: Cohorts | None, first: int, last: int) -> Callable[[int], Any]:
@@ -714,8 +721,8 @@ class Simulation:
         """
         setup, executor = self.setup, self.executor
         if local is not None:
-            validate.check_local(local, state.params, setup.engine.max_size)
-            validate.check_augment(local, self.data, setup.engine.decode)
+            validate.check_local(local, state.params, setup.engine.federation.max_size)
+            validate.check_augment(local, self.data, setup.engine.federation.decode)
         if setup.engine.algorithm.personal is None:
             state = state._replace(server=personal.GlobalModel(state.params), clients=())
         chunks = []
@@ -757,7 +764,7 @@ class Simulation:
         """
         e, D = self.setup.engine, num_teams(self.mesh)
         G = -(-e.most_clients // (D * e.lanes))
-        update, row, survey = self.setup.any_update(), e.row, self.setup.any_survey()
+        update, row, survey = self.setup.any_update(), e.federation.row, self.setup.any_survey()
         times = (1 + e.sharded) * (1 + (e.algorithm.finish is not None))
         share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
         return {
@@ -778,7 +785,7 @@ class Simulation:
         devices = _counted(number, f"{self.mesh.devices.flat[0].platform} device")
         return (
             f"Simulation({self.algorithm!r}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round"
-            f"{f' of {e.clock.concurrency} in flight' if e.asynchronous else ''}, "
+            f"{f' of {M} in flight' if (M := self.setup.options.clock.concurrency) else ''}, "
             f"{_counted(e.lanes, 'lane')} on {teams}{devices})"
         )
 

@@ -9,18 +9,20 @@ import jax
 from fedjax_drift import checks, tree
 from fedjax_drift.clock import Clock, Devices
 from fedjax_drift.message import summed
-from fedjax_drift.round.engine import Engine, Rows
-from fedjax_drift.round.failures import Failures
-from fedjax_drift.round.flight import keeps_past
+from fedjax_drift.round.arrays import Rows
+from fedjax_drift.round.clock import Flight
+from fedjax_drift.round.engine import Engine
+from fedjax_drift.round.selection import Selection
 from fedjax_drift.round.train import some_message
-from fedjax_drift.simulation.selection import Selection, selection_of
+from fedjax_drift.simulation.options import Options
+from fedjax_drift.simulation.selection import selection_of
 
 
-def check_clock(engine: Engine, selection: Selection) -> Devices | None:
+def check_clock(options: Options, selection: Selection) -> Devices | None:
     """Checks the options ``clock`` and ``devices`` and their combination with others. Returns the devices, by default
     equal ones for asynchronous rounds, and None for synchronous rounds."""
-    clock, devices, K, N = engine.clock, engine.devices, engine.cohort_size, engine.num_clients
-    failures = engine.failures or Failures()
+    clock, devices, K, N = options.clock, options.devices, options.cohort_size, options.data.num_clients
+    failures, aggregation = options.failures, options.aggregation
     checks.instance("clock", clock, Clock, "fd.clock.asynchronous(concurrency=100), for example")
     checks.fields(clock)
     if devices is not None:
@@ -36,10 +38,11 @@ def check_clock(engine: Engine, selection: Selection) -> Devices | None:
         checks.integer("concurrency", clock.concurrency, 1, N - K + 1, fix)
     else:
         checks.integer("concurrency", clock.concurrency, K, N, "from the cohort size to the number of clients")
-    M = engine.slots
+    flight = Flight(clock, selection, failures, Devices(), K)
+    M = flight.slots
     rule, needs = selection.rule, "asynchronous rounds need"
-    if engine.aggregation.noise_multiplier is not None:
-        what = f"the privacy accounting of {engine.aggregation.name} needs synchronous rounds"
+    if aggregation.noise_multiplier is not None:
+        what = f"the privacy accounting of {aggregation.name} needs synchronous rounds"
         checks.refuse(what, f"{clock.name} ones", "leave clock= out")
     if failures.deadline is not None or checks.used(failures.over_selection - 1):
         option = "over_selection" if failures.deadline is None else "deadline"
@@ -53,36 +56,36 @@ def check_clock(engine: Engine, selection: Selection) -> Devices | None:
         checks.refuse(f"{needs} a participation rule that doesn't ask for losses", rule.name, fix)
     if (first := selection_of(rule, N, M).capacity) != M:
         checks.refuse(f"{rule.name} must select {M} clients before round 0, all that train", first)
-    if engine.algorithm.survey is not None:
+    if options.algorithm.survey is not None:
         reason = "because it asks all clients of a round before they train"
-        what = f"{engine.algorithm.name} needs synchronous rounds, {reason}"
+        what = f"{options.algorithm.name} needs synchronous rounds, {reason}"
         checks.refuse(what, f"{clock.name} ones", "leave clock= out")
-    if keeps_past(engine):
-        check_versions(engine)
-    if engine.redeal is not None:
+    if flight.keeps_past:
+        check_versions(options)
+    if options.data.redeal is not None:
         fix = "pass the data as they are"
         checks.refuse("asynchronous rounds can't pool the examples of a cohort", "data.redealt()", fix)
     return Devices() if devices is None else devices
 
 
-def check_versions(engine: Engine) -> None:
+def check_versions(options: Options) -> None:
     """Checks that messages of clients that started in different rounds have a common mean."""
-    algorithm, local, needs = engine.algorithm, engine.local, engine.algorithm.requires
-    fix = f"leave clock= out, or pass concurrency={engine.cohort_size}, with which all clients start together"
+    algorithm, local, needs = options.algorithm, options.local, options.algorithm.requires
+    fix = f"leave clock= out, or pass concurrency={options.cohort_size}, with which all clients start together"
     if needs.one_version:
         reason = "on whose scale their messages depend"
         what = f"{algorithm.name} needs clients that start with the same variables of the server, {reason}"
-        checks.refuse(what, f"{engine.clock.name} rounds", fix)
+        checks.refuse(what, f"{options.clock.name} rounds", fix)
     if needs.one_rate and (callable(local.lr) or checks.used(local.lr_decay - 1)):
         given = "a schedule" if callable(local.lr) else f"lr_decay={local.lr_decay}"
         reason = "because the mean of their updates is divided by one learning rate"
-        what = f"{algorithm.name} needs a constant learning rate in {engine.clock.name} rounds, {reason}"
+        what = f"{algorithm.name} needs a constant learning rate in {options.clock.name} rounds, {reason}"
         checks.refuse(what, given, f"pass a number as lr, or {fix}")
 
 
 def check_mixes(engine: Engine, params: Any) -> None:
     """Checks that the messages are shaped like the model, for a clock that mixes models."""
-    message = jax.eval_shape(lambda *given: summed(some_message(engine, *given)), params, Rows(*engine.row))
+    message = jax.eval_shape(lambda *given: summed(some_message(engine, *given)), params, Rows(*engine.federation.row))
     if tree.layout(message) != tree.layout(params):
         what = f'mixes must be "updates" for {engine.algorithm.name}, whose message isn\'t the update of a model alone'
         checks.refuse(what, '"models"')

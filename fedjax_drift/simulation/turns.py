@@ -17,7 +17,7 @@ from fedjax_drift.devices.launch import launch
 from fedjax_drift.devices.mesh import copied
 from fedjax_drift.measures.measure import nan_allowed
 from fedjax_drift.round import rows
-from fedjax_drift.round.evaluate import after, server_scores
+from fedjax_drift.round.evaluate import after, server_scores, shifted
 from fedjax_drift.simulation.layout import Layout
 from fedjax_drift.simulation.loop import rounds_of_one
 from fedjax_drift.simulation.programs import KEPT, Programs, scoring, split
@@ -114,7 +114,9 @@ class TurnTrack:
     def __init__(self, setup: Setup, programs: Programs, layout: Layout, turn: Turn) -> None:
         self.setup, self.programs, self.layout, self.turn = setup, programs, layout, turn
         # The examples are replicated in a sweep. If the runs are apart, each device evaluates on the whole test set.
-        self.arrays = rows.place(setup.data, setup.mesh, "devices", setup.eval_batch_size, whole_test=layout.apart)
+        self.arrays = rows.place(
+            setup.data, setup.mesh, "devices", setup.eval_batch_size, shifted(setup.engine), whole_test=layout.apart
+        )
         self.runs = dict(turn.places()).values()
         self.state: ServerState
 

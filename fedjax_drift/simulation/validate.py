@@ -21,7 +21,7 @@ from fedjax_drift.model import FUNCTIONS, Model, cross_entropy
 from fedjax_drift.participation import Participation
 from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation
-from fedjax_drift.shift.rule import Owner
+from fedjax_drift.shift.rule import Owner, Shift
 from fedjax_drift.simulation.ascent import check_optimizer
 from fedjax_drift.tree import layout
 from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
@@ -248,17 +248,15 @@ def check_augment(local: LocalTraining, data: FederatedData, decode: Callable) -
         _check_keeps(("augment", "augment"), "(key, x) -> x", local.augment, (key, x), x)
 
 
-def check_shift(data: FederatedData) -> None:
-    """Checks that the shift of the data returns one example like the one that it gets."""
-    if data.shifting is None:
-        return
-    shift, (key, x, y) = data.shifting.shift, _one_example(data, data.decoding)
+def check_shift(option: str, shift: Shift, data: FederatedData) -> None:
+    """Checks that the shift, which is the option of this name, returns one example like the one that it gets."""
+    key, x, y = _one_example(data, data.decoding)
 
     def change(key: jax.Array, number: jax.Array, x: jax.Array, y: jax.Array) -> Any:
         return shift.change(key, number, Owner(number, data.num_clients), x, y)
 
     arguments = (key, jax.ShapeDtypeStruct((), jnp.int32), x, y)
-    _check_keeps(("shift", shift.name), "(key, t, client, x, y) -> (x, y)", change, arguments, (x, y))
+    _check_keeps((option, shift.name), "(key, t, client, x, y) -> (x, y)", change, arguments, (x, y))
 
 
 def _one_example(data: FederatedData, decode: Callable) -> tuple[Any, Any, Any]:

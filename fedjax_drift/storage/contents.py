@@ -77,7 +77,7 @@ def read_about(folder: Path, t: int) -> About:
 class Stored(NamedTuple):
     """The fields of a state in the order in which they are written. Client states may be on the host, so they are last.
 
-    The key is its words.
+    The key is its words. The first sources of drift have had fields of their own since the first version.
     """
 
     round: Any
@@ -86,7 +86,25 @@ class Stored(NamedTuple):
     participation: PyTree
     aggregation: PyTree
     clock: PyTree
+    sources: dict[str, PyTree]  # the other ones
     clients: PyTree
+
+
+FIRST = ("participation", "aggregation", "clock")
+
+
+def stored(state: ServerState, key: Any, clients: PyTree) -> Stored:
+    """The fields of a state as they are written."""
+    first: Any = [state.sources.get(name, ()) for name in FIRST]
+    others = {name: of_source for name, of_source in state.sources.items() if name not in FIRST}
+    return Stored(*(state.round, key, state.server, *first, others, clients))
+
+
+def state_of(read: Stored) -> ServerState:
+    """The inverse of `stored`."""
+    first = {name: of_source for name in FIRST if jax.tree.leaves(of_source := getattr(read, name))}
+    key = jax.random.wrap_key_data(read.key, impl=THREEFRY)
+    return ServerState(read.round, key, read.server, read.clients, first | read.sources)
 
 
 def arrays_of(state: ServerState) -> Stored:
@@ -101,8 +119,7 @@ def arrays_of(state: ServerState) -> Stored:
     elif isinstance(clients, ClientStore):
         ids = np.append(clients.ids, clients.num_clients)
         clients = {"ids": ids, "states": clients.gather(ids)}
-    fields = state._asdict() | {"key": jax.random.key_data(state.key), "clients": clients}
-    return Stored(**fields)
+    return stored(state, jax.random.key_data(state.key), clients)
 
 
 def layout(spec: Specification, arrays: PyTree) -> list[list]:
@@ -123,7 +140,7 @@ def restored_state(spec: Specification, about: About, leaves: list[Leaf], strict
     on_devices: Any = jax.tree.structure(expected._replace(clients=()) if spec.states_on_host else expected)
     n = on_devices.num_leaves
     read: Stored = jax.tree.unflatten(on_devices, leaves[:n])
-    state = ServerState(**read._asdict())._replace(key=jax.random.wrap_key_data(read.key, impl=THREEFRY))
+    state = state_of(read)
     if not spec.states_on_host:
         return spec.admit(state)
     if spec.client_store != "host":
@@ -182,7 +199,9 @@ def _read_all(folder: Path, spec: Specification, about: About) -> list[Leaf]:
     expected = _shapes(spec.state)
     if spec.states_on_host:
         expected = expected._replace(clients=())
-    shardings = jax.tree.leaves(leaf_shardings(Stored(**spec.shardings._asdict()), expected))
+    of, of_source = spec.shardings, spec.shardings.sources
+    prefix: Any = Stored(of.round, of.key, of.server, of_source, of_source, of_source, of_source, of.clients)
+    shardings = jax.tree.leaves(leaf_shardings(prefix, expected))
     targets = [(leaf.shape, at) for leaf, at in zip(jax.tree.leaves(expected), shardings, strict=True)]
     targets += [(shape, None) for _, _, shape, _ in about.leaves[len(targets) :]]  # to host memory
     dtypes = [jnp.dtype(dtype) for _, dtype, _, _ in about.leaves]
@@ -196,7 +215,7 @@ def _is_of_clients(name: str) -> bool:
 
 def _shapes(state: ServerState) -> Stored:
     """Returns the shapes of the arrays that are written for a state, given its shapes."""
-    return Stored(**state._asdict())._replace(key=jax.ShapeDtypeStruct((2,), jnp.uint32))
+    return stored(state, jax.ShapeDtypeStruct((2,), jnp.uint32), state.clients)
 
 
 # --- checksums --------------------------------------------------------------------------------------------------------

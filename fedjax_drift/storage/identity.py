@@ -27,10 +27,10 @@ import numpy as np
 
 from fedjax_drift import recipes
 from fedjax_drift.data.federated import FederatedData
+from fedjax_drift.participation import Participation
 from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.recipes import Frozen
 from fedjax_drift.round.engine import Engine, initial_client
-from fedjax_drift.round.failures import Failures
 from fedjax_drift.tree import crc32, described, layout
 from fedjax_drift.types import ServerState
 
@@ -41,7 +41,7 @@ LIBRARIES = ("fedjax_drift", "jax", "jaxlib", "flax", "optax", "chex", "numpy", 
 
 def identity(
     engine: Engine,
-    data: FederatedData,
+    options: Any,
     on_nonfinite: str,
     client_store: str,
     state: ServerState,
@@ -53,21 +53,24 @@ def identity(
 
     Args:
       engine: the round, with its algorithm, model and options.
-      data: the federation.
+      options: the `simulation.options.Options`.
       on_nonfinite: the option of `Simulation`.
       client_store: "device", "sharded", "host" or a folder.
       state: shapes and dtypes of the whole state.
       computation: a checksum of the traced updates, after the version of JAX and the kind of device.
     """
-    options = {  # the options of Simulation that change results
+    clock = options.clock
+    entries = {  # the options of Simulation that change results
         "cohort_size": engine.cohort_size,
-        **_participation(engine),
+        **_participation(options.participation),
         "on_nonfinite": on_nonfinite,
-        **settings(engine.failures or Failures(), "failures"),
-        **settings(engine.aggregation, "aggregation"),
-        **(settings(engine.clock, "clock") if engine.asynchronous else {}),
-        **settings(engine.devices, "devices"),
+        **settings(options.failures, "failures"),
+        **settings(options.aggregation, "aggregation"),
+        **({} if clock.concurrency is None else settings(clock, "clock")),
+        **settings(options.devices, "devices"),
     }
+    for source in options.sources:
+        entries |= settings(source, f"sources.{source.name}")
     places = {"device": "on the devices", "sharded": "on the devices", "host": "on the host"}
     shapes = {"server": state.server, "client": jax.eval_shape(functools.partial(initial_client, engine), state.params)}
     return {
@@ -76,10 +79,10 @@ def identity(
         **settings(engine.model, "model"),
         **settings(engine.local, "local"),
         **_schedule(engine),
-        **options,
+        **entries,
         "client states": places.get(client_store, "files"),
         **described(layout(shapes)),
-        **fingerprint(data),
+        **fingerprint(options.data),
         COMPUTATION: computation,
     }
 
@@ -90,11 +93,11 @@ def _schedule(engine: Engine) -> dict[str, Any]:
     return {"local.lr": _crc(np.asarray(jax.vmap(lr)(jnp.arange(1024))))} if callable(lr) else {}
 
 
-def _participation(engine: Engine) -> dict[str, Any]:
+def _participation(rule: Participation) -> dict[str, Any]:
     """Returns the rule. The first two have had the name "sampling" since the first version."""
-    if short := short_name(engine.participation):
+    if short := short_name(rule):
         return {"sampling": short}
-    return {"participation": engine.participation.name, **settings(engine.participation, "participation")}
+    return {"participation": rule.name, **settings(rule, "participation")}
 
 
 def settings(value: Any, name: str) -> dict[str, Any]:

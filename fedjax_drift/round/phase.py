@@ -1,0 +1,101 @@
+"""A phase of a round: the clients work, and the server receives the mean of their messages.
+
+A round has one phase, in which the clients train. With `Algorithm.survey` it has another one before it, in which they
+send a first message and keep their states.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from fedjax_drift import tree
+from fedjax_drift.message import coded_bits, summed
+from fedjax_drift.round.arrays import Arrays, Client
+from fedjax_drift.round.cohort import Assignment
+from fedjax_drift.round.engine import Engine, Shared, client_moment, moment
+from fedjax_drift.round.observer import Task
+from fedjax_drift.round.sources import Received, Source, check_message, functions_of
+from fedjax_drift.round.train import check_finite, client_work, over_clients, start_of, started, update
+from fedjax_drift.types import ClientResult, PyTree, ServerState, Work
+
+
+class Phase(NamedTuple):
+    """The result of a phase."""
+
+    mean: PyTree  # the mean of the messages
+    received: Received
+    sources: dict[str, PyTree]  # the new states of the sources
+    clients: PyTree  # `ServerState.clients` after the phase
+    outcome: dict[str, jax.Array]  # values of each client, [D, G, L]
+    metrics: dict[str, jax.Array]  # the metrics of each client, [D, G, L]
+    sums: PyTree  # the sums of the terms of an observer over the clients
+    measured: PyTree  # the values of an observer of each client, [D, G, L, ...]
+
+
+def survey(engine: Engine, state: ServerState, arrays: Arrays, assigned: Assignment) -> Phase:
+    """The first phase of the round."""
+
+    def ask(shared: Shared, client: Client, old: PyTree, work: Work) -> tuple[ClientResult, PyTree, PyTree]:
+        return update(engine, shared, client, old, work, "survey")._replace(state=()), (), ()
+
+    return phase(engine, state, arrays, assigned, ask, survey=True)
+
+
+def phase(
+    engine: Engine, state: ServerState, arrays: Arrays, assigned: Assignment, task: Task, survey: bool = False
+) -> Phase:
+    """Runs a phase. task: what each client does, as `Observer.update`. survey: whether it is the first of two."""
+    sources, shared = engine.sources, assigned.shared
+    *inner, rule = [source for source in sources if source.send is not None]
+
+    def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        """One client. Returns values to be summed over the clients, values of this client, and its new state."""
+        start = started(engine, shared, client, survey)
+        result, terms, measured = task(start, client, old, client_work(engine, start, client, longest))
+        answered, bad_leaf = check_finite(engine, client, result)  # answered: it is aggregated
+        if engine.drop_nonfinite and not survey:
+            result = result._replace(state=tree.select(answered, result.state, old))
+        message, weight = summed(result.message), result.weight
+        for source in inner:
+            message, weight = sent(source, shared, client, start, message, weight)
+        dtypes = jax.tree.map(lambda m: jnp.zeros(0, m.dtype), message)  # empty: only the dtypes are needed
+        message, weight = sent(rule, shared, client, start, message, weight)
+        weight = jnp.where(answered, weight, 0)
+        factor = weight if client.discount is None else client.discount.astype(weight.dtype) * weight
+        message = jax.tree.map(lambda m: jnp.where(answered, factor * m, 0), message)
+        of_client = {"weight": weight, "answered": answered, "bad_leaf": bad_leaf, "bits": coded_bits(result.message)}
+        added = message, weight, answered.astype(weight.dtype), terms
+        return added, (of_client, dtypes, {**result.metrics}, measured), result.state
+
+    def sent(
+        source: Source, shared: Shared, client: Client, start: Shared, message: PyTree, weight: jax.Array
+    ) -> tuple[PyTree, jax.Array]:
+        """What a source makes of the message and the weight of one client."""
+        assert source.send is not None
+        at = client_moment(engine, shared, source, client, start_of(start), survey)
+        result = source.send(shared.sources[source.name], message, weight, client, at)
+        if source is not rule:
+            check_message(source, result[0], message)
+        return result
+
+    (total, weight, count, sums), of_clients, clients = over_clients(
+        engine, one, shared, assigned.placed, state.clients
+    )
+    outcome, dtypes, metrics, measured = of_clients
+    chex.assert_rank([weight, count], 0)
+    chex.assert_shape([*outcome.values()], assigned.placed.id.shape)  # [D, G, L]
+    received, new = Received(total, weight, count / engine.num_clients), {}
+    for source, combine in [*reversed(functions_of(sources[:-1], "combine")), (rule, rule.combine)]:
+        if survey and source is rule:  # the mean of an empty cohort is 0
+            received = received._replace(weight=jnp.where(received.weight > 0, received.weight, 1))
+        at = moment(engine, state, arrays, source, shared.key, survey)
+        assert combine is not None
+        old = source.state_of(state)
+        received, changed = combine(old, received, at)
+        new[source.name] = source.kept(changed, old)
+    mean = jax.tree.map(lambda s, m: s.astype(m.dtype), received.total, dtypes)  # sums have the dtype of the weights
+    return Phase(mean, received, new, clients, outcome, metrics, sums, measured)
