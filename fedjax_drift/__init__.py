@@ -26,6 +26,7 @@ from fedjax_drift import (
     shift,
     statistics,
     testing,
+    topology,
     tuning,
 )
 from fedjax_drift.clock import Devices
@@ -123,6 +124,7 @@ __all__ = [
     "sweep",
     "table",
     "testing",
+    "topology",
     "tuning",
     "until",
     "use_compilation_cache",

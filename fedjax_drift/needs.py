@@ -21,6 +21,7 @@ class Needs(NamedTuple):
     optimizer: str = "any"  # of the local steps: "any", "sgd" (without momentum) or "sgd or momentum"
     epochs: int = 0  # the least number of local epochs; with 1 or more, ``LocalTraining(steps=)`` is refused
     accuracy: bool = False  # the evaluation reports an accuracy
+    one_server: bool = False  # no topology with several servers
     weights: bool = False  # participation and aggregation keep the weights of the clients
 
     def __or__(self, other: Needs) -> Needs:  # type: ignore[override]

@@ -295,8 +295,9 @@ class ServerState(NamedTuple):
 
     def with_source(self, name: str, state: PyTree) -> ServerState:
         """The state, in which the source of drift of this name has another state; () for none."""
+        is_none = isinstance(state, tuple) and not len(state)
         others = {other: of_other for other, of_other in self.sources.items() if other != name}
-        return self._replace(sources=others | ({name: state} if jax.tree.leaves(state) else {}))
+        return self._replace(sources=others | ({} if is_none else {name: state}))
 
     def __repr__(self) -> str:
         parts = [f"{name}={reprs.brief(getattr(self, name))}" for name in ("round", "server", "clients")]

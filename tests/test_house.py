@@ -26,7 +26,7 @@ FLOORS = [
     {"errors", "types", "needs", "message", "wrapping", "model", "recipes", "tree", "leaves", "checks", "spec"}
     | {"adapters", "axes", "batch_norm", "masks", "version", "disk", "reprs", "schedules", "convolution", "pytorch"},
     {"data", "models", "shift"},
-    {"local", "devices", "clock", "participation"},
+    {"local", "devices", "clock", "participation", "topology"},
     {"round", "algorithms", "compression"},
     {"measures", "storage"},
     {"simulation"},

@@ -19,8 +19,7 @@ import fedjax_drift as fd
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.model import cross_entropy
 from fedjax_drift.models import MODELS
-from fedjax_drift.round import round as rounds
-from fedjax_drift.round import survey
+from fedjax_drift.round import phase
 from fedjax_drift.simulation import mixing
 from fedjax_drift.types import Batch, Work
 
@@ -191,7 +190,7 @@ def without_padding(monkeypatch) -> set[int]:
 
     Returns the sizes n of the batches, which is filled while clients train.
     """
-    padded, sizes = rounds.client_work, set()
+    padded, sizes = phase.client_work, set()
 
     def client_work(*arguments: Any) -> Work:
         work = padded(*arguments)
@@ -208,8 +207,7 @@ def without_padding(monkeypatch) -> set[int]:
         sizes.add(int(batch.mask.sum()))
         return jax.tree.map(lambda a: a[batch.mask], batch)
 
-    for module in (rounds, survey):
-        monkeypatch.setattr(module, "client_work", client_work)
+    monkeypatch.setattr(phase, "client_work", client_work)
     return sizes
 
 

@@ -260,7 +260,7 @@ def test_rules_that_do_not_fit_are_refused(data) -> None:
         simulate(data, keeps)
     state, _ = rounds(simulate(data, RULES["tree"][0], p.cyclic(3)), 1)
     with pytest.raises(ValueError, match="aggregation rule"):
-        simulate(data, a.private_ftrl(0.1, 0.1, 3), p.cyclic(3)).round_fn(state._replace(sources={}))
+        simulate(data, a.private_ftrl(0.1, 0.1, 3), p.cyclic(3)).round_fn(state.with_source("aggregation", ()))
 
 
 @pytest.mark.thorough

@@ -195,7 +195,7 @@ def test_a_state_that_was_saved_without_its_clients_goes_on_bit_for_bit(field, d
     whole, cut = (sim.round_fn(sim.init(jax.random.key(0)))[0] for sim in sims)
     saved = pickle.loads(pickle.dumps(jax.device_get(cut._replace(clients=()))))
     cut.clients.close()
-    name = re.escape(getattr(sims[1].setup.engine, field).name)
+    name = re.escape(getattr(sims[1].setup.options, field).name)
     with pytest.raises(
         ValueError, match=rf"{name} in its field {field}, got \(\): save all fields but the client states"
     ):

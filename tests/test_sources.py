@@ -68,7 +68,7 @@ def offset(by: float) -> Source:
 
 
 def simulation(*sources: Source, **options: Any) -> fd.Simulation:
-    data, model = quadratics(TARGETS, SIZES)
+    data, model = options.pop("data", None) or quadratics(TARGETS, SIZES)
     local = fd.LocalTraining(epochs=1, batch_size=10, lr=0.5)
     options = {"mesh": fd.clients_mesh(jax.devices()[:1])} | options
     return fd.Simulation(model, data, fd.algorithms.fedavg(), local=local, cohort_size=4, sources=[*sources], **options)
@@ -191,8 +191,9 @@ def test_placements_resumed_runs_and_sweeps_do_not_change_results(place, tmp_pat
 
 
 def test_a_sweep_over_a_number_of_a_source() -> None:
+    data = quadratics(TARGETS, SIZES)
     settings = fd.grid(factor=[1.0, 2.0])
-    runs = fd.sweep(lambda factor: simulation(flipping(factor)), 2, settings=settings, progress=False)
+    runs = fd.sweep(lambda factor: simulation(flipping(factor), data=data), 2, settings=settings, progress=False)
     for run in runs:
         sim = simulation(flipping(run.setting["factor"]))
         alone, _ = sim.run(sim.init(jax.random.key(0)), 2, progress=False)

@@ -37,7 +37,7 @@ from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import weight
 from fedjax_drift.local import train
 from fedjax_drift.spec import Positive
-from fedjax_drift.types import Algorithm, ClientResult, Metrics, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Metrics, Needs, Params, PyTree, Round, Work, algorithm
 
 
 class Server(NamedTuple):
@@ -112,4 +112,8 @@ def fedeve(
         _, sQ2, sR2, G = kalman(server, mean, context)
         return {"gain": G, "period_variance": sQ2, "client_variance": sR2}
 
-    return Algorithm(init_server, lambda params: (), client_update, server_update, report=report, name="fedeve")
+    # The variances are estimates of one server from cohorts of the whole federation.
+    needs = Needs(one_server=True)
+    return Algorithm(
+        init_server, lambda params: (), client_update, server_update, report=report, name="fedeve", requires=needs
+    )

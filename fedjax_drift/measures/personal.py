@@ -23,7 +23,7 @@ from fedjax_drift.round.arrays import Client, Rows, TestRows
 from fedjax_drift.round.engine import FINE_TUNING, Engine, Shared, partitionable, replicated, round_keys
 from fedjax_drift.round.evaluate import after, inputs, score_rows
 from fedjax_drift.round.places import at_places, in_cohort_order
-from fedjax_drift.round.train import client_work, over_clients
+from fedjax_drift.round.train import client_work, over_clients, server_of
 from fedjax_drift.types import PyTree, ServerState, Work
 
 __all__ = ["summary"]
@@ -109,7 +109,8 @@ class GlobalModel(NamedTuple):
 def shared_of(engine: Engine, state: ServerState, rows: Rows) -> Shared:
     """What the clients share outside of a round."""
     key = jax.random.fold_in(round_keys(state.key, state.round)[1], engine.num_clients + FINE_TUNING)
-    return Shared(state.server, rows, key, state.round, engine.local.rate(state.round))
+    servers = None if engine.receivers is None else {"topology": state.sources["topology"]}
+    return Shared(state.server, rows, key, state.round, engine.local.rate(state.round), sources=servers)
 
 
 def own_model(engine: Engine, shared: Shared, state: PyTree, work: Work) -> PyTree:
@@ -129,6 +130,7 @@ def personal_models(engine: Engine, state: ServerState, rows: Rows, clients: Cli
     order, empty, placed = at_places(engine, clients, clients.steps)
 
     def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        shared = shared._replace(server=server_of(engine, shared, client))
         return (), own_model(engine, shared, old, client_work(engine, shared, client, longest)), ()
 
     _, models, _ = over_clients(engine, one, shared_of(engine, state, rows), placed, state.clients)
@@ -157,6 +159,7 @@ def personal_scores(
     B = min(eval_batch_size, len(tests.x))
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
+        shared = shared._replace(server=server_of(engine, shared, client))
         work = client_work(engine, shared, client, longest)
         theta = own_model(engine, shared, state, work)
         theta = fine_tuned(work, theta) if fine_tune else theta

@@ -22,7 +22,7 @@ from fedjax_drift.devices.mesh import AXIS, num_teams
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.model import Model
 from fedjax_drift.round.arrays import Arrays, Client, Rows
-from fedjax_drift.round.sources import Moment, Source, Start
+from fedjax_drift.round.sources import Moment, Receivers, Source, Start
 from fedjax_drift.types import Algorithm, Params, PyTree, ServerState
 
 # fold_in(clients_key, i) is the key of client i in a round, for i < N. fold_in(clients_key, N + n) is the key for other
@@ -66,6 +66,11 @@ class Engine(NamedTuple):
     sharded: bool  # whether client states are sharded over the devices instead of replicated
     rows_by_rank: np.ndarray | None  # the result of `exchange.rows_by_rank` if the examples are sharded, otherwise None
     message: PyTree = None  # shapes and dtypes of a message, if `Algorithm.complete` needs them
+
+    @property
+    def receivers(self) -> Receivers | None:
+        """The servers of a topology; None for a single one."""
+        return next((source.receivers for source in self.sources if source.receivers is not None), None)
 
     @property
     def over_selects(self) -> bool:

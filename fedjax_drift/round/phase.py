@@ -68,7 +68,7 @@ def phase(
         factor = weight if client.discount is None else client.discount.astype(weight.dtype) * weight
         message = jax.tree.map(lambda m: jnp.where(answered, factor * m, 0), message)
         of_client = {"weight": weight, "answered": answered, "bad_leaf": bad_leaf, "bits": coded_bits(result.message)}
-        added = message, weight, answered.astype(weight.dtype), terms
+        added = (message, weight, answered.astype(weight.dtype)), terms
         return added, (of_client, dtypes, {**result.metrics}, measured), result.state
 
     def sent(
@@ -82,20 +82,37 @@ def phase(
             check_message(source, result[0], message)
         return result
 
-    (total, weight, count, sums), of_clients, clients = over_clients(
-        engine, one, shared, assigned.placed, state.clients
+    receivers = engine.receivers
+    ((total, weight, count), sums), of_clients, clients = over_clients(
+        engine, one, shared, assigned.placed, state.clients, receivers
     )
     outcome, dtypes, metrics, measured = of_clients
-    chex.assert_rank([weight, count], 0)
+    chex.assert_rank([weight, count], 0 if receivers is None else 1)
     chex.assert_shape([*outcome.values()], assigned.placed.id.shape)  # [D, G, L]
-    received, new = Received(total, weight, count / engine.num_clients), {}
-    for source, combine in [*reversed(functions_of(sources[:-1], "combine")), (rule, rule.combine)]:
+    if receivers is None:
+        received = Received(total, weight, count / engine.num_clients)
+        received, states = combined(engine, state, arrays, received, shared.key, survey)
+    else:  # no source that combines has a state
+
+        def of_receiver(received: Received, r: jax.Array) -> Received:
+            return combined(engine, state, arrays, received, jax.random.fold_in(shared.key, r), survey)[0]
+
+        received = Received(total, weight, count / receivers.clients.astype(count.dtype))
+        received, states = jax.vmap(of_receiver)(received, jnp.arange(receivers.number)), {}
+    mean = jax.tree.map(lambda s, m: s.astype(m.dtype), received.total, dtypes)  # sums have the dtype of the weights
+    return Phase(mean, received, states, clients, outcome, metrics, sums, measured)
+
+
+def combined(
+    engine: Engine, state: ServerState, arrays: Arrays, received: Received, key: jax.Array, survey: bool
+) -> tuple[Received, dict[str, PyTree]]:
+    """What a server makes of the sum of the messages, and the new states of the sources. key: see `engine.moment`."""
+    *inner, (rule, average) = functions_of(engine.sources, "combine")
+    states = {}
+    for source, combine in [*reversed(inner), (rule, average)]:
         if survey and source is rule:  # the mean of an empty cohort is 0
             received = received._replace(weight=jnp.where(received.weight > 0, received.weight, 1))
-        at = moment(engine, state, arrays, source, shared.key, survey)
-        assert combine is not None
-        old = source.state_of(state)
-        received, changed = combine(old, received, at)
-        new[source.name] = source.kept(changed, old)
-    mean = jax.tree.map(lambda s, m: s.astype(m.dtype), received.total, dtypes)  # sums have the dtype of the weights
-    return Phase(mean, received, new, clients, outcome, metrics, sums, measured)
+        at, old = moment(engine, state, arrays, source, key, survey), source.state_of(state)
+        received, new = combine(old, received, at)
+        states[source.name] = source.kept(new, old)
+    return received, states

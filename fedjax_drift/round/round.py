@@ -10,7 +10,7 @@ phase     in a scan over the groups:                                            
   store     the new client states, [L, ...] -> [N, ...]                           client_states.py
   sum       adds weight * message to a running sum, then one psum over the devices
   combine   the mean of the messages: sum / total weight, or another rule         sources.py
-update    server_update(server, mean, context)                                    round.py
+update    server_update(server, mean, context)                                    server.py
 after     the sources of drift see the new state                                  sources.py
 """
 
@@ -29,10 +29,11 @@ from fedjax_drift.round.info import check_names, describe, of_present, with_metr
 from fedjax_drift.round.observer import Observer
 from fedjax_drift.round.phase import phase, survey
 from fedjax_drift.round.places import in_cohort_order
+from fedjax_drift.round.server import update_server
 from fedjax_drift.round.sources import Outcome, functions_of
 from fedjax_drift.round.traffic import exchanged_bytes
-from fedjax_drift.round.train import finished, scalars
-from fedjax_drift.types import Metrics, Round, ServerState
+from fedjax_drift.round.train import finished
+from fedjax_drift.types import Metrics, ServerState
 
 
 def round_fn(
@@ -61,20 +62,13 @@ def observed_round(
         assigned = assigned._replace(shared=assigned.shared._replace(surveyed=first.mean))
     shared = assigned.shared._replace(extra=observer.before(assigned, arrays))
     trained = phase(engine, state, arrays, assigned._replace(shared=shared), observer.update)
-    outcome, received = trained.outcome, trained.received
+    outcome = trained.outcome
     if first is not None:
         outcome["bits"] += first.outcome["bits"]
     outcome, metrics = replicated(engine, (outcome, trained.metrics))
 
-    N, mean_size = engine.num_clients, engine.federation.mean_size
-    context = Round(state.round, shared.lr, received.participation, N, mean_size, shared.surveyed)
-    server = algorithm.server_update(state.server, trained.mean, context)
-    server = tree.cast_like(server, state.server, f"{algorithm.name}: the updated server")
-    # If it is False, the server and its sources keep their variables.
-    any_answer = received.weight > 0
-    server = tree.select(any_answer, server, state.server)
-    kept = {name: state.sources[name] for name in trained.sources if name in state.sources}
-    sources = state.sources | tree.select(any_answer, {name: trained.sources[name] for name in kept}, kept)
+    updated = update_server(engine, state, assigned, trained._replace(outcome=outcome))
+    server, sources, any_answer = updated.server, updated.sources, updated.answered
     scores: dict[str, jax.Array] = {}
     if algorithm.observe is not None and arrays.test is not None:
         scores = evaluate(engine, server.params, at_round(engine, arrays.test, state.round))
@@ -82,7 +76,8 @@ def observed_round(
         server = tree.select(any_answer, tree.cast_like(algorithm.observe(server, scores), server, what), server)
     clients = trained.clients
     if algorithm.finish is not None:
-        after = assigned.shared._replace(server=server)
+        of_clients = {name: sources.get(name, ()) for name in assigned.shared.sources}
+        after = assigned.shared._replace(server=server, sources=of_clients)
         clients = finished(engine, after, assigned.placed, outcome["answered"], clients)
     new = ServerState(state.round + 1, state.key, server, clients, sources)
 
@@ -92,9 +87,7 @@ def observed_round(
     info |= exchanged_bytes(engine, state.server, assigned.shared.rows, info["cohort"], outcome["bits"])
     info = with_metrics(engine, info, of_present(info["cohort"], metrics))
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
-    if algorithm.report is not None:
-        reported = scalars(algorithm, "the result of report", algorithm.report(state.server, trained.mean, context))
-        info = with_metrics(engine, info, reported)
+    info = with_metrics(engine, info, updated.reported)
     measures = observer.after(assigned._replace(shared=shared), state.clients, trained.sums, trained.measured)
     check_names(engine, info, other_models(algorithm, state.server))
     for source, finish in functions_of(engine.sources, "after"):

@@ -44,6 +44,7 @@ class Start(NamedTuple):
     key: jax.Array  # the clients' key of the round in which it starts; client i uses fold_in(key, i)
     t: jax.Array  # int32 [], that round
     lr: jax.Array  # float [], its learning rate
+    surveyed: Any = None  # the mean of the first phase of the round; None if there is none, or not yet
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,8 @@ class Received(NamedTuple):
     total: PyTree  # the sum of weight * message; after the aggregation rule: the mean message
     weight: jax.Array  # float [], the sum of the weights. If it is not positive, the server isn't updated
     participation: jax.Array  # float [], |S| / N, see `Round.participation`
+    surveyed: PyTree = None  # for `server_update`: the mean of the first phase
+    clients: Any = None  # for `server_update`: the number of clients of this server
 
 
 class Outcome(NamedTuple):
@@ -116,6 +119,19 @@ class Outcome(NamedTuple):
     losses: jax.Array | None  # float [K], the mean loss over the local steps; None if the algorithm doesn't report it
     drawn: jax.Array  # int32 [K'], as `Cohort.drawn`
     after: ServerState  # the state after the round, with the states of the sources before this one
+
+
+class Receivers(NamedTuple):
+    """The servers of a topology (`round.receivers`). There are R, and they have variables of their own."""
+
+    number: int  # R
+    of: Callable[[Client], jax.Array]  # int32 [], the receiver whose variables ONE client starts with
+    route: Callable[[Client, jax.Array], tuple[jax.Array, jax.Array]]
+    """``route(client, t)``: the receivers int32 [d] of the message of ONE client, and its weight there, float [d]."""
+    mix: Callable[[PyTree, jax.Array, jax.Array], PyTree]
+    """``mix(each, present, t)``: the variables [R, ...] before the update. present: bool [N], who has reported."""
+    join: Callable[[Any, jax.Array], PyTree] | None  # ``join(servers, t)``: the variables [R, ...] after the update
+    clients: jax.Array  # [R], the number of clients of a receiver; 1 if messages have weights with the sum 1
 
 
 class Source(NamedTuple):
@@ -142,6 +158,7 @@ class Source(NamedTuple):
         updated.
       after: ``after(state, outcome, moment) -> (state, metrics)`` at the end of a round. outcome: an `Outcome`.
         metrics: scalars or arrays [K] that are added to ``info``.
+      receivers: of a topology.
       seed: another number gives ``example`` other keys.
       kind: what messages call it: "the source NAME".
       title: the name in messages. Default: its name.
@@ -157,6 +174,7 @@ class Source(NamedTuple):
     send: Callable[[PyTree, PyTree, jax.Array, Client, Moment], tuple[PyTree, jax.Array]] | None = None
     combine: Callable[[PyTree, Received, Moment], tuple[Received, PyTree]] | None = None
     after: Callable[[PyTree, Outcome, Moment], tuple[PyTree, Metrics]] | None = None
+    receivers: Receivers | None = None
     seed: int = 0
     kind: str = "source"
     title: str | None = None

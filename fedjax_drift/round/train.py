@@ -34,7 +34,7 @@ from fedjax_drift.round.engine import (
     sum_over_devices,
 )
 from fedjax_drift.round.exchange import exchange, longest_share
-from fedjax_drift.round.sources import Start, absent_like, examples, functions_of
+from fedjax_drift.round.sources import Receivers, Start, absent_like, examples, functions_of
 from fedjax_drift.shift.rule import Owner
 from fedjax_drift.types import THREEFRY, Algorithm, Batch, ClientResult, Params, PyTree, ServerState, Trained, Work
 
@@ -47,6 +47,7 @@ def over_clients(
     shared: Shared,
     placed: Client,
     states: PyTree,
+    receivers: Receivers | None = None,
 ) -> tuple[PyTree, PyTree, PyTree]:
     """Calls ``update(shared, client, state, longest) -> (added, kept, new_state)`` for each client in ``placed``.
 
@@ -56,9 +57,10 @@ def over_clients(
     Args:
       placed: [D, G, L].
       states: the states of all clients, `ServerState.clients`; () if ``update`` needs none.
+      receivers: of a topology. ``added`` is then a pair, of which the first part is summed for each receiver.
 
     Returns:
-      - The sum of ``added`` over all clients.
+      - The sum of ``added`` over all clients; with ``receivers``, its first part has leaves [R, ...].
       - ``kept`` of each client, leaves [D, G, L, ...].
       - The states of all clients, with the new ones.
     """
@@ -90,9 +92,19 @@ def over_clients(
             added, kept, new = train(updated if overwriting else states, clients, places)
             if overwriting:
                 updated, new = store(engine, updated, places, new), ()
-            return (jax.tree.map(lambda s, a: s + a.sum(0), total, added), updated), (kept, new)
+            return (add(total, added, clients), updated), (kept, new)
+
+        def add(total: PyTree, added: PyTree, clients: Client) -> PyTree:
+            if receivers is None:
+                return jax.tree.map(lambda s, a: s + a.sum(0), total, added)
+            to = jax.vmap(receivers.route, (0, None))(clients, shared.t)
+            each = jax.tree.map(partial(add_to_receivers, *to), total[0], added[0])
+            return each, jax.tree.map(lambda s, a: s + a.sum(0), total[1], added[1])
 
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape[1:], a.dtype), added)
+        if receivers is not None:
+            R = receivers.number
+            zeros = jax.tree.map(lambda a: jnp.zeros((R, *a.shape), a.dtype), zeros[0]), zeros[1]
         (total, updated), each = lax.scan(next_group, (zeros, states if overwriting else ()), groups)
         return sum_over_devices(engine, total), jax.tree.map(lambda a: a[None], each), updated
 
@@ -106,6 +118,19 @@ def over_clients(
     if jax.tree.leaves(updated):
         return total, kept, updated
     return total, kept, scatter(engine, states, placed.place, new) if jax.tree.leaves(new) else states
+
+
+def add_to_receivers(to: jax.Array, weights: jax.Array, total: jax.Array, added: jax.Array) -> jax.Array:
+    """The sums of the receivers, [R, ...], with what L clients send, [L, ...].
+
+    to, weights: [L, d], the receivers of each client, and the factors of what it sends to them.
+    """
+
+    def add(k: jax.Array, total: jax.Array) -> jax.Array:
+        factor = weights[:, k].astype(added.dtype).reshape(-1, *(1,) * (added.ndim - 1))
+        return total.at[to[:, k]].add(factor * added)
+
+    return lax.fori_loop(0, to.shape[1], add, total)
 
 
 def with_own_rows(engine: Engine, shared: Shared, everyone: Client) -> tuple[Shared, Client]:
@@ -132,13 +157,21 @@ def started(engine: Engine, shared: Shared, client: Client, survey: bool = False
         at = client_moment(engine, shared, source, client, survey=survey)
         start = receive(shared.sources[source.name], start_of(shared), client, at)
         server = tree.cast_like(start.server, shared.server, f"receive of {source!r}: the variables of the server")
-        shared = shared._replace(server=server, key=start.key, t=start.t, lr=start.lr)
+        shared = shared._replace(server=server, key=start.key, t=start.t, lr=start.lr, surveyed=start.surveyed)
     return shared
 
 
 def start_of(shared: Shared) -> Start:
     """The fields of ``shared`` that sources of drift may change for one client."""
-    return Start(shared.server, shared.key, shared.t, shared.lr)
+    return Start(shared.server, shared.key, shared.t, shared.lr, shared.surveyed)
+
+
+def server_of(engine: Engine, shared: Shared, client: Client) -> Any:
+    """The variables of the server of one client, with a topology those of its receiver."""
+    if engine.receivers is None or shared.sources is None:
+        return shared.server
+    r = engine.receivers.of(client)
+    return jax.tree.map(lambda a: a[r], shared.sources["topology"].each)
 
 
 def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Array) -> Work:
@@ -348,7 +381,7 @@ def finished(engine: Engine, shared: Shared, placed: Client, answered: jax.Array
     assert finish is not None
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
-        return (), (), tree.cast_like(finish(shared.server, state), state, what)
+        return (), (), tree.cast_like(finish(server_of(engine, shared, client), state), state, what)
 
     none_of = absent_like(placed, engine.num_clients)
     placed = jax.tree.map(lambda a, none: jnp.where(answered, a, none), placed, none_of)

@@ -14,6 +14,7 @@ from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.sources import Source
 from fedjax_drift.simulation.placement import Placement
+from fedjax_drift.topology import Topology
 from fedjax_drift.types import Algorithm
 
 
@@ -34,3 +35,4 @@ class Options(NamedTuple):
     on_nonfinite: str
     measure: Measured
     sources: tuple[Source, ...] = ()
+    topology: Topology = Topology()

@@ -315,7 +315,8 @@ def _of_turn(layout: Layout) -> NamedSharding | None:
 
 def _selecting_nobody(engine: Engine) -> Engine:
     """The engine without what a program that evaluates clients does not use, so that simulations share the program."""
-    return engine._replace(sources=tuple(source for source in engine.sources if source.example is not None))
+    used = [source for source in engine.sources if source.example is not None or source.receivers is not None]
+    return engine._replace(sources=tuple(used))
 
 
 @lru_cache(KEPT)

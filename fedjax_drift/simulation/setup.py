@@ -37,8 +37,9 @@ from fedjax_drift.simulation.lanes import lane_of
 from fedjax_drift.simulation.options import Options
 from fedjax_drift.simulation.placement import moved, shardings_of
 from fedjax_drift.simulation.selection import selection_of
-from fedjax_drift.simulation.sources import RESERVED, redeal_of, sources_of
+from fedjax_drift.simulation.sources import redeal_of, sources_of
 from fedjax_drift.simulation.timing import check_clock, check_mixes
+from fedjax_drift.simulation.topology import check_memory, check_topology
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.specification import ON_DEVICES
 from fedjax_drift.types import THREEFRY, Algorithm, ClientResult, Needs, ServerState
@@ -120,7 +121,9 @@ class Setup:
         """Raises ConfigurationError if the state is of another rule, or was saved without the state of a rule."""
         sources = {source.name: source for source in self.engine.sources}
         for name in [*sources, *(name for name in state.sources if name not in sources)]:
-            source = sources.get(name, Source(name, kind=name if name in RESERVED else "source", title="synchronous"))
+            absent = {"clock": "synchronous", "topology": "star"}  # what a simulation has without these sources
+            none = Source(name, kind=name, title=absent[name]) if name in absent else Source(name)
+            source = sources.get(name, none)
             stored, expected = state.sources.get(name, ()), source.state_of(self.state)
             if len({jax.tree.structure(each) for each in (stored, expected)}) == 1:
                 continue
@@ -226,6 +229,7 @@ def assemble(given: Options) -> Setup:
     lane = partial(lane_of, model, decoded, data.x, data.y, min(local.batch_size, max_size))
     options = options._replace(algorithm=algorithm, cohort_size=cohort_size, participation=selection.rule)
     options = options._replace(devices=check_clock(options, selection))
+    check_topology(options, selection)
     most_clients = min(capacity, cohort_size) if over_selected else capacity
     engine = Engine(
         model=model,
@@ -280,6 +284,7 @@ def assemble(given: Options) -> Setup:
     validate.check_rule(aggregation, added, cohort_size)
     if clock.mixes == "models":
         check_mixes(engine, shapes.params)
+    check_memory(engine, shapes.params)
     one_state = engine if client_store in ON_DEVICES else engine._replace(state_rows=1)
     return Setup(
         data=data,

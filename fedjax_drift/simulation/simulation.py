@@ -52,6 +52,7 @@ from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.identity import identity
 from fedjax_drift.storage.saver import saving
 from fedjax_drift.storage.specification import ON_DEVICES, Specification
+from fedjax_drift.topology import Topology, star
 from fedjax_drift.types import Algorithm, Params, Record, ServerState
 
 Cohorts = Sequence[Sequence[int | str]] | np.ndarray | jax.Array | Callable[[int], Any]
@@ -112,6 +113,8 @@ class Simulation:
         ``fd.measures.sharpness(largest=1)`` and your own `fd.measures.Measure`. They are computed while clients train,
         except for "gradients", for which they train a second time. Default: none, at no cost.
       sources: sources of drift of your own, a list of `fd.sources.Source`.
+      topology: who averages with whom: ``fd.topology.star()`` (default), ``fd.topology.groups(of, every=)`` with edge
+        servers and a cloud, or ``fd.topology.graph(W)`` without a server.
       **options: the fields of `fd.Failures` and `fd.Placement` can also be passed directly as keyword arguments:
         ``Simulation(..., dropout=0.1, lanes=16)``.
 
@@ -136,6 +139,7 @@ class Simulation:
         on_nonfinite: Literal["keep", "drop_client", "raise"] = "keep",
         measure: drift.Measured = (),
         sources: Sequence[Source] = (),
+        topology: Topology | None = None,
         **options: Unpack[FlatOptions],
     ) -> None:
         if "sampling" in options:
@@ -147,7 +151,7 @@ class Simulation:
         given = Options(
             model, data, algorithm, LocalTraining() if local is None else local, cohort_size, rule_of(participation),
             failures, mean() if aggregation is None else aggregation, synchronous() if clock is None else clock,
-            devices, placement, on_nonfinite, measure, check_sources(sources),
+            devices, placement, on_nonfinite, measure, check_sources(sources), star() if topology is None else topology,
         )  # fmt: skip
         self.executor = Executor(assemble(given), self.__repr__)
 
@@ -193,6 +197,8 @@ class Simulation:
         sampling = {**_settings_of(options.participation), "aggregation": self.aggregation.name}
         failures = dataclasses.asdict(options.failures) if options.failures.any else {}
         timing = {**_clock_of(options.clock), **(dataclasses.asdict(options.devices) if options.devices else {})}
+        if options.topology.receivers > 1:
+            timing["topology"] = options.topology.name
         for source in options.sources:
             arguments = reprs.plain(source.recipe.arguments) if source.recipe else {}
             timing |= {source.name: True, **{f"{source.name}_{name}": value for name, value in arguments.items()}}
@@ -642,8 +648,9 @@ class Simulation:
     ) -> dict[str, np.ndarray]:
         """Evaluates the global model, and the clients' own models, on the test examples of each client.
 
-        Clients have models of their own if the algorithm says so (Ditto, FedPer), or if they fine-tune. The state does
-        not change. `fd.personal.summary` and `fd.plots.fairness` summarise the result.
+        Clients have models of their own if the algorithm says so (Ditto, FedPer), if they fine-tune, or if a topology
+        has several models. The state does not change. `fd.personal.summary` and `fd.plots.fairness` summarise the
+        result.
 
         Args:
           state: from `init` or an earlier round.
@@ -679,7 +686,7 @@ class Simulation:
         rows, _ = self.executor.launch_scoring("evaluate_rows", state.params, test)
         flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
         sums = {name: np.bincount(client, values, len(sizes)) for name, values in flat.items()}
-        if fine_tune is not None or self.setup.engine.algorithm.personal is not None:
+        if fine_tune is not None or self._has_own_models:
             sums |= {f"personal_{name}": total for name, total in self._personal_scores(state, fine_tune).items()}
         with np.errstate(invalid="ignore"):
             scores = {name: total / sizes for name, total in sums.items()}
@@ -689,10 +696,32 @@ class Simulation:
                 checks.warn(loss_message(got), RuntimeWarning)
         return scores
 
+    def evaluate_receivers(self, state: ServerState) -> dict[str, np.ndarray]:
+        """Evaluates the model of each receiver of a topology on the test set: edge servers, or the clients of a graph.
+
+        Returns the scores of `evaluate`, float [R] each. Without a topology, R is 1.
+        """
+        state = self.setup.admit(state)
+        if self.setup.engine.receivers is None:
+            each = jax.tree.map(lambda a: a[None], state.params)
+        else:
+            each = state.sources["topology"].each.params
+        test, R = self.executor.test(state.round), len(jax.tree.leaves(each)[0])
+        models = (jax.tree.map(lambda a, r=r: a[r], each) for r in range(R))
+        scores = [jax.device_get(self.executor.launch_scoring("evaluate", model, test)) for model in models]
+        return {name: np.array([of_one[name] for of_one in scores]) for name in scores[0]}
+
+    @property
+    def _has_own_models(self) -> bool:
+        """Whether clients have models of their own, or that of their receiver in a topology."""
+        engine = self.setup.engine
+        return engine.algorithm.personal is not None or engine.receivers is not None
+
     def personal_params(self, state: ServerState, client: int | str) -> Params:
         """Returns the parameters of the model that one client uses itself, which `evaluate_clients` evaluates.
 
-        It is the client's personal model if the algorithm has one (Ditto, FedPer). With ``statistics="local"`` it has
+        It is the client's personal model if the algorithm has one (Ditto, FedPer). With a topology it is the model of
+        its edge server, or its own. With ``statistics="local"`` it has
         the client's own running statistics. Otherwise it is the global model. A client that has not taken part yet has
         the initial personal model.
 
@@ -703,7 +732,7 @@ class Simulation:
         state = self.setup.admit(state)
         i = self.data.id_of(client) if isinstance(client, str) else client
         i = checks.integer("client", i, 0, self.data.num_clients - 1)
-        if self.setup.engine.algorithm.personal is None:
+        if not self._has_own_models:
             return state.params
         executor = self.executor
         fetched = executor.host.fetch(np.array([i], np.int32), None)

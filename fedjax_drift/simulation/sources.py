@@ -13,13 +13,22 @@ from fedjax_drift.recipes import recorded
 from fedjax_drift.round.averaging import averaging
 from fedjax_drift.round.clock import Flight, in_flight, ticking
 from fedjax_drift.round.failures import failing
+from fedjax_drift.round.receivers import decentralised, hierarchy
 from fedjax_drift.round.redealing import Redeal, redealing
 from fedjax_drift.round.selection import Selection, participating
 from fedjax_drift.round.sources import Source
 from fedjax_drift.shift.rule import Shifting, shift_of
 from fedjax_drift.simulation.options import Options
 
-RESERVED = ("participation", "clock", "redeal", "failures", "shift", "aggregation")  # names of the library's sources
+RESERVED = (
+    "participation",
+    "topology",
+    "clock",
+    "redeal",
+    "failures",
+    "shift",
+    "aggregation",
+)  # names of the library's sources
 
 
 def sources_of(options: Options, selection: Selection) -> tuple[Source, ...]:
@@ -30,6 +39,10 @@ def sources_of(options: Options, selection: Selection) -> tuple[Source, ...]:
     data, clock, devices, K = options.data, options.clock, options.devices, options.cohort_size
     failures = options.failures if options.failures.any else None
     sources = [participating(selection, draws=clock.concurrency is None)]
+    if options.topology.groups is not None:
+        sources.append(hierarchy(options.topology))
+    if options.topology.weights is not None:
+        sources.append(decentralised(options.topology))
     if clock.concurrency is not None:
         sources.append(in_flight(Flight(clock, selection, failures, devices or Devices(), K)))
     elif devices is not None:

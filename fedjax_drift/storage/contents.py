@@ -102,9 +102,11 @@ def stored(state: ServerState, key: Any, clients: PyTree) -> Stored:
 
 def state_of(read: Stored) -> ServerState:
     """The inverse of `stored`."""
-    first = {name: of_source for name in FIRST if jax.tree.leaves(of_source := getattr(read, name))}
     key = jax.random.wrap_key_data(read.key, impl=THREEFRY)
-    return ServerState(read.round, key, read.server, read.clients, first | read.sources)
+    state = ServerState(read.round, key, read.server, read.clients, read.sources)
+    for name in FIRST:
+        state = state.with_source(name, getattr(read, name))
+    return state
 
 
 def arrays_of(state: ServerState) -> Stored:

@@ -69,6 +69,8 @@ def identity(
         **({} if clock.concurrency is None else settings(clock, "clock")),
         **settings(options.devices, "devices"),
     }
+    if options.topology.recipe is not None and options.topology.name != "star":
+        entries |= settings(options.topology, "topology")
     for source in options.sources:
         entries |= settings(source, f"sources.{source.name}")
     places = {"device": "on the devices", "sharded": "on the devices", "host": "on the host"}
