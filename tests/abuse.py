@@ -1109,7 +1109,8 @@ WORDS = """
 WORDS += ["", "a\0b", "\n", "é" * 50, "9" * 30]
 FLAGS = """
     dataset algorithm partition clients size-sigma imbalance data-dir seed data-seed model init rounds cohort
-    sampling participation shift shift-test redeal compress error-feedback clock seconds-per-step up down
+    sampling participation shift shift-test redeal compress error-feedback downlink network clock seconds-per-step up
+    down
     epochs batch-size lr lr-decay
     lr-schedule momentum weight-decay clip-norm optimizer on-nonfinite dropout stragglers over-selection
     deadline speed-spread clip-updates noise-multiplier target-quantile restart-every

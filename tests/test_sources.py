@@ -70,8 +70,8 @@ def offset(by: float) -> Source:
 def simulation(*sources: Source, **options: Any) -> fd.Simulation:
     data, model = options.pop("data", None) or quadratics(TARGETS, SIZES)
     local = fd.LocalTraining(epochs=1, batch_size=10, lr=0.5)
-    options = {"mesh": fd.clients_mesh(jax.devices()[:1])} | options
-    return fd.Simulation(model, data, fd.algorithms.fedavg(), local=local, cohort_size=4, sources=[*sources], **options)
+    options = {"mesh": fd.clients_mesh(jax.devices()[:1]), "cohort_size": 4} | options
+    return fd.Simulation(model, data, fd.algorithms.fedavg(), local=local, sources=[*sources], **options)
 
 
 def params(sim: fd.Simulation, rounds: int) -> list[float]:
@@ -289,4 +289,53 @@ EXCLUDED = {
     ("failures", "clock", 1),  # a deadline needs synchronous rounds
     ("clock", "redeal", 1),
     ("clock", "aggregation", 1),
+    ("redeal", "aggregation", 1),  # one client changes the messages of others
 }
+
+
+# --- the way down -----------------------------------------------------------------------------------------------------
+
+
+def test_a_coded_way_down_by_hand() -> None:
+    """The codec rounds to integers and sends 3 bits. All targets are 10, and a step goes half of the way."""
+    codec = fd.compression.Codec(lambda key, x: (jnp.round(x), 3.0), "rounding")
+    data = quadratics([10.0, 10.0])
+    for memory in (True, False):
+        sources = [fd.compression.downlink(codec, memory)]
+        sim = simulation(
+            *sources, data=data, devices=fd.Devices(down=1.0, up=1e9, seconds_per_step=1e-9), cohort_size=2
+        )
+        state, w, copy, time = sim.init(jax.random.key(0), params=jnp.asarray(0.5)), 0.5, 0.5, 0.0
+        for t in range(4):
+            state, info = sim.round_fn(state)
+            w = w + (10 - copy) / 2  # the update of a client that starts from the copy
+            copy = copy + np.round(w - copy) if memory else np.round(w)
+            received = 4 if t == 0 else 3 / 8
+            time += received  # bytes, with one byte a second
+            assert float(state.params) == pytest.approx(w)
+            assert float(state.sources["downlink"].params) == pytest.approx(copy)
+            assert float(info["downlink_bytes"]) == received and float(info["time"]) == pytest.approx(time, rel=1e-5)
+            assert float(info["downlink_error"]) == pytest.approx((w - copy) ** 2 / w**2, rel=1e-4)
+
+
+def test_a_way_down_without_loss_changes_nothing() -> None:
+    plain, coded = (
+        contract_simulation(fd.algorithms.scaffold(), sources=sources)
+        for sources in ([], [fd.compression.downlink(fd.compression.none())])
+    )
+    states = [sim.run(sim.init(jax.random.key(1)), 4, eval_every=0, progress=False)[0] for sim in (plain, coded)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *(s.server for s in states))
+    infos = [sim.round_fn(state)[1] for sim, state in zip((plain, coded), states, strict=True)]
+    assert float(infos[0]["downlink_bytes"]) == float(infos[1]["downlink_bytes"])
+    with pytest.raises(ConfigurationError, match="the source downlink needs synchronous rounds"):
+        contract_simulation(
+            fd.algorithms.fedavg(),
+            sources=[fd.compression.downlink(fd.compression.none())],
+            clock=fd.clock.asynchronous(4),
+        )
+    with pytest.raises(ConfigurationError, match="a topology with one server"):
+        contract_simulation(
+            fd.algorithms.fedavg(),
+            sources=[fd.compression.downlink(fd.compression.none())],
+            topology=fd.topology.groups([0, 1, 0, 1, 0, 1]),
+        )

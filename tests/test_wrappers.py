@@ -179,7 +179,8 @@ def sent(algorithm: fd.Algorithm, model: fd.Model = PLAIN) -> float:
     """The bytes that each client sends in a round, without training it."""
     setup = simulate(algorithm, model).setup
     server = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), setup.state.server)
-    return float(jax.jit(lambda server: sent_and_received(setup.engine, server)[0])(server))
+    state = fd.ServerState(0, jax.random.key(0), server, ())
+    return float(jax.jit(lambda: sent_and_received(setup.engine, state)[0])())
 
 
 @pytest.mark.parametrize(

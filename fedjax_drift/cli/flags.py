@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import optax.contrib
 
-from fedjax_drift import checks, clock, compression, participation, shift
+from fedjax_drift import checks, clock, compression, participation, shift, topology
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.cli.values import Choice, count, count0, local_path, readers, redeal, seed
 from fedjax_drift.data import augment, partition
@@ -113,6 +113,43 @@ SHIFTS = (
     shift.none, shift.sudden, shift.gradual, shift.recurring, shift.domains, mixture,
 )  # fmt: skip
 
+
+def star() -> Callable[[int], topology.Topology]:
+    """Returns the function of the number of clients that makes the topology, as those below do."""
+    return lambda N: topology.star()
+
+
+def groups(number: int, every: int = 1) -> Callable[[int], topology.Topology]:
+    """`topology.groups`, in which client i belongs to edge server i mod ``number``."""
+    return lambda N: topology.groups(np.arange(N) % number, every)
+
+
+def ring() -> Callable[[int], topology.Topology]:
+    return lambda N: topology.graph(topology.ring(N))
+
+
+def torus(rows: int, columns: int) -> Callable[[int], topology.Topology]:
+    return lambda N: topology.graph(topology.torus(rows, columns))
+
+
+def exponential() -> Callable[[int], topology.Topology]:
+    return lambda N: topology.graph(topology.exponential(N))
+
+
+def one_peer() -> Callable[[int], topology.Topology]:
+    return lambda N: topology.graph(topology.one_peer(N))
+
+
+def erdos_renyi(p: float, seed: int = 0) -> Callable[[int], topology.Topology]:
+    return lambda N: topology.graph(topology.erdos_renyi(N, p, seed))
+
+
+def complete() -> Callable[[int], topology.Topology]:
+    return lambda N: topology.graph(topology.complete(N))
+
+
+TOPOLOGIES = (star, groups, ring, torus, exponential, one_peer, erdos_renyi, complete)
+
 CODECS = (
     compression.top_k, compression.random_k, compression.qsgd, compression.sign, compression.drive, compression.cast,
     compression.none,
@@ -176,6 +213,7 @@ SCHEDULE = Choice(SCHEDULES, hidden=("init_value",))
 PARTICIPATION = Choice({factory.__name__: factory for factory in RULES}, hidden=("base", "phases"))
 SHIFT = Choice({factory.__name__: factory for factory in SHIFTS}, hidden=("shift", "shifts", "of"))
 CODEC = Choice({factory.__name__: factory for factory in CODECS})
+TOPOLOGY = Choice({factory.__name__: factory for factory in TOPOLOGIES})
 CLOCK = Choice({factory.__name__: factory for factory in (clock.synchronous, clock.asynchronous)})
 AUGMENT = Choice({"crop_and_flip": augment.crop_and_flip})
 
@@ -309,6 +347,11 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--compress", SPEC, f"send the clients' messages through a codec, one of {', '.join(CODEC.factories)}, "
         "for example top_k:fraction=0.01. The options are the arguments of fd.compression.NAME (default: none)", CODEC)
     add_parameters(group, compression.compressed, "error_feedback")
+    add(group, "--downlink", SPEC, "send the model to the clients through a codec, one of those of --compress "
+        "(default: none)", CODEC)
+    add(group, "--network", SPEC, f"who averages with whom, one of {', '.join(TOPOLOGY.factories)}: one server; "
+        "groups:number=8,every=5, edge servers that a cloud averages every 5 rounds; or a graph of all clients, with "
+        "--cohort the number of clients (default: star)", TOPOLOGY)
     group = parser.add_argument_group("local training of every client")
     add_parameters(group, LocalTraining)
     add(group, "--lr-schedule", SPEC, "learning rate of round t, which begins at --lr: one of "

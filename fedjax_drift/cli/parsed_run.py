@@ -33,6 +33,7 @@ from fedjax_drift.models import num_parameters
 from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.round import aggregation
 from fedjax_drift.round.failures import Failures
+from fedjax_drift.round.sources import Source
 from fedjax_drift.run_folder import file_name
 from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.simulation import Simulation
@@ -206,7 +207,9 @@ def assemble(
     timing = _timing(args)
     failures |= {"speed_spread": 0.0} if "devices" in timing else {}
     options: dict[str, Any] = failures | _participation(args) | {name: getattr(args, name) for name in names} | timing
-    options |= {"aggregation": _aggregation(args)}
+    options |= {"aggregation": _aggregation(args), "sources": _sources(args)}
+    if args.network is not None:
+        options["topology"] = args.network.make()(data.num_clients)
     simulations = {
         name: Simulation(
             trained,
@@ -252,6 +255,11 @@ def assemble(
         | {"numpy": np.__version__, "python": platform.python_version(), "platform": platform.platform()},
     }  # fmt: skip
     return ParsedRun(simulations, data, params, settings, args.rounds, args.eval_every, measure_every, args.seed)
+
+
+def _sources(args: argparse.Namespace) -> list[Source]:
+    """The sources of drift that are no other options of `Simulation`: the codec of --downlink."""
+    return [] if args.downlink is None else [compression.downlink(args.downlink.make())]
 
 
 def _compressed(args: argparse.Namespace, algorithm: Algorithm) -> Algorithm:

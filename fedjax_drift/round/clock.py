@@ -208,7 +208,7 @@ def filled(
     if flight.failures is not None:
         _, steps = outcome(engine, flight.failures, state.key, state.round, clients)
         clients = clients._replace(steps=steps)
-    wait = jnp.where(id_ < N, seconds(engine, flight.devices, state.key, state.server, clients), jnp.inf)
+    wait = jnp.where(id_ < N, seconds(engine, flight.devices, state, clients), jnp.inf)
     wait = jnp.where(is_empty, wait, slots.wait)
     if flight.clock.starts is not None:
         number = jnp.where(is_empty, number - is_empty.sum(), -flight.slots)
@@ -240,7 +240,7 @@ def of_slowest(moment: Moment, failures: Failures | None, devices: Devices, outc
     engine, state, N = moment.engine, moment.before, moment.num_clients
     assert state is not None
     reported = outcome.clients.id < N
-    time = seconds(engine, devices, state.key, state.server, outcome.clients)
+    time = seconds(engine, devices, state, outcome.clients)
     slowest = jnp.where(reported, time, 0).max()
     if failures is None or failures.deadline is None:
         return slowest

@@ -135,7 +135,7 @@ def duration(
 ) -> jax.Array:
     """float [C]: how long each client needs for its steps, in seconds with ``devices``, else in mean clients."""
     if devices is not None:
-        return seconds(engine, devices, state.key, state.server, clients)
+        return seconds(engine, devices, state, clients)
     key = jax.random.fold_in(state.key, DEVICE_SPEEDS)
 
     def one(client: Client) -> jax.Array:

@@ -88,8 +88,10 @@ def decentralised(topology: Topology) -> Source:
         return jax.tree.map(leaf, each)
 
     def combine(state: Servers, received: Received, moment: Moment) -> tuple[Received, PyTree]:
-        weight = received.weight  # the weights of a row have the sum 1, so the sum of the messages is their mean
-        return received._replace(weight=jnp.where(weight > 0, jnp.ones_like(weight), 0)), state
+        # The weights of a row have the sum 1. So the sum of the messages is their mean, in which an absent neighbour
+        # has the message 0, and all have taken part.
+        any_answer = (received.weight > 0).astype(received.weight.dtype)
+        return received._replace(weight=any_answer, participation=any_answer), state
 
     def init(moment: Moment) -> Servers:
         return replicas(moment.server, jnp.full(N, 1 / N))

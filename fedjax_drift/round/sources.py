@@ -158,6 +158,9 @@ class Source(NamedTuple):
         updated.
       after: ``after(state, outcome, moment) -> (state, metrics)`` at the end of a round. outcome: an `Outcome`.
         metrics: scalars or arrays [K] that are added to ``info``.
+      down: ``down(state) -> bits``, float [], the bits with which the global model is sent to ONE client. Default:
+        those of its arrays.
+      one_server: whether it needs one server and synchronous rounds.
       receivers: of a topology.
       seed: another number gives ``example`` other keys.
       kind: what messages call it: "the source NAME".
@@ -174,6 +177,8 @@ class Source(NamedTuple):
     send: Callable[[PyTree, PyTree, jax.Array, Client, Moment], tuple[PyTree, jax.Array]] | None = None
     combine: Callable[[PyTree, Received, Moment], tuple[Received, PyTree]] | None = None
     after: Callable[[PyTree, Outcome, Moment], tuple[PyTree, Metrics]] | None = None
+    down: Callable[[PyTree], jax.Array] | None = None
+    one_server: bool = False
     receivers: Receivers | None = None
     seed: int = 0
     kind: str = "source"

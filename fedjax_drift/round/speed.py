@@ -11,15 +11,15 @@ from fedjax_drift.clock import Devices
 from fedjax_drift.round.arrays import Client
 from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.traffic import sent_and_received
-from fedjax_drift.types import PyTree
+from fedjax_drift.types import ServerState
 
 DEVICE_SPEEDS = 2**32 - 1  # fold_in(state.key, DEVICE_SPEEDS) is the key for the speeds of the clients' devices
 
 
-def seconds(engine: Engine, devices: Devices, state_key: jax.Array, server: PyTree, clients: Client) -> jax.Array:
-    """float [C]: the virtual seconds that each client needs for a round."""
-    up, down = sent_and_received(engine, server)
-    key = jax.random.fold_in(state_key, DEVICE_SPEEDS)
+def seconds(engine: Engine, devices: Devices, state: ServerState, clients: Client) -> jax.Array:
+    """float [C]: the virtual seconds that each client needs for the round after this state."""
+    up, down = sent_and_received(engine, state)
+    key = jax.random.fold_in(state.key, DEVICE_SPEEDS)
     z = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))(clients.id)
 
     def of_clients(value: Any) -> jax.Array:

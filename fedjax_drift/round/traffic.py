@@ -21,32 +21,42 @@ from fedjax_drift import tree
 from fedjax_drift.message import coded_bits, uncoded
 from fedjax_drift.round.arrays import Rows
 from fedjax_drift.round.engine import Engine, Shared, initial_client
+from fedjax_drift.round.sources import functions_of
 from fedjax_drift.round.train import any_survey, phases
-from fedjax_drift.types import THREEFRY, PyTree
+from fedjax_drift.types import THREEFRY, PyTree, ServerState
 
 CONSTANT, SERVER, CLIENT = range(3)  # what a value depends on; everything also depends on constants
 
 
 def exchanged_bytes(
-    engine: Engine, server: PyTree, rows: Rows, cohort: jax.Array, bits: jax.Array
+    engine: Engine, state: ServerState, rows: Rows, cohort: jax.Array, bits: jax.Array
 ) -> dict[str, jax.Array]:
     """``uplink_bytes`` [K] of the clients of a round, and ``downlink_bytes`` [] for each of them.
 
     cohort: int [K], their ids, -1 for a client that does not report. bits: float [K], of the codecs of all phases.
     """
-    up, down = traffic(engine, server, rows)
+    up, arrays = traffic(engine, state.server, rows)
+    down = coded_down(engine, state, arrays)
     return {"uplink_bytes": jnp.where(cohort >= 0, up + bits / 8, 0.0), "downlink_bytes": jnp.asarray(down, float)}
 
 
-def sent_and_received(engine: Engine, server: PyTree) -> tuple[Any, int]:
+def coded_down(engine: Engine, state: ServerState, down: int) -> Any:
+    """The bytes that a client receives, if a source of drift codes the global model. down: without it."""
+    for source, bits in functions_of(engine.sources, "down"):
+        down = max(down - tree.nbytes(state.params), 0) + bits(source.state_of(state)) / 8
+    return down
+
+
+def sent_and_received(engine: Engine, state: ServerState) -> tuple[Any, Any]:
     """The bytes that a client sends and receives in a round. Those of a codec are the bytes of a message of zeros."""
+    server = state.server
     up, down = traffic(engine, server, Rows(*engine.federation.row))
     rows = Rows(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in engine.federation.row))
     zero = jnp.zeros((), jnp.int32)
     shared = Shared(server, rows, jax.random.key(0, impl=THREEFRY), zero, jnp.zeros((), float))
     results = phases(engine, shared, initial_client(engine, server.params), zero)
     bits = [coded_bits(result.message) for result in results]
-    return up + sum(bits) / 8, down  # the compiler removes everything else
+    return up + sum(bits) / 8, coded_down(engine, state, down)  # the compiler removes everything else
 
 
 def traffic(engine: Engine, server: PyTree, rows: Rows) -> tuple[int, int]:

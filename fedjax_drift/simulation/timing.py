@@ -60,6 +60,11 @@ def check_clock(options: Options, selection: Selection) -> Devices | None:
         reason = "because it asks all clients of a round before they train"
         what = f"{options.algorithm.name} needs synchronous rounds, {reason}"
         checks.refuse(what, f"{clock.name} ones", "leave clock= out")
+    for source in options.sources:
+        if source.one_server:
+            checks.refuse(
+                f"the source {source.name} needs synchronous rounds", f"{clock.name} ones", "leave clock= out"
+            )
     if flight.keeps_past:
         check_versions(options)
     if options.data.redeal is not None:

@@ -36,8 +36,8 @@ def check_topology(options: Options, selection: Selection) -> None:
     if aggregation.noise_multiplier is not None or jax.tree.leaves(jax.eval_shape(aggregation.init)):
         checks.refuse(f"{one} {aggregation.name}, which has a state of one server", name, "leave aggregation= out")
     for source in options.sources:
-        if source.combine is not None and source.init is not None:
-            checks.refuse(f"{one} the source {source.name}, whose combine has a state", name)
+        if source.one_server or source.combine is not None and source.init is not None:
+            checks.refuse(f"{one} the source {source.name}, which has a state of one server", name)
     if options.clock.concurrency is not None:
         checks.refuse("rounds must be synchronous with several servers", options.clock.name, "leave clock= out")
 
