@@ -98,6 +98,8 @@ def _mixing(name: str, value: Any, fix: str) -> np.ndarray:
     return array
 
 
+MOST = 10_000
+Size = Annotated[int, spec.integer(1, MOST), Fix("a mixing matrix has N x N numbers")]
 Groups = Annotated[np.ndarray, spec.Spec(_groups, "array"), Fix("pass np.arange(N) % 10, for example")]
 Mixing = Annotated[np.ndarray, spec.Spec(_mixing, "array"), Fix("pass fd.topology.ring(N), for example")]
 
@@ -154,14 +156,16 @@ def _linked(N: int, neighbours: Callable[[np.ndarray], list[np.ndarray]]) -> np.
 
 
 @checked
-def ring(N: Count) -> np.ndarray:
+def ring(N: Size) -> np.ndarray:
     """[N, N]: client i averages with i - 1 and i + 1, each with the weight 1/3."""
     return _metropolis(_linked(N, lambda i: [(i + 1) % N]))
 
 
 @checked
-def torus(rows: Count, columns: Count) -> np.ndarray:
+def torus(rows: Size, columns: Size) -> np.ndarray:
     """[N, N] for N = rows * columns: each client averages with its four neighbours on a grid whose ends meet."""
+
+    checks.integer("rows * columns", rows * columns, 1, MOST, "a mixing matrix has N x N numbers")
 
     def neighbours(i: np.ndarray) -> list[np.ndarray]:
         r, c = np.divmod(i, columns)
@@ -171,13 +175,13 @@ def torus(rows: Count, columns: Count) -> np.ndarray:
 
 
 @checked
-def complete(N: Count) -> np.ndarray:
+def complete(N: Size) -> np.ndarray:
     """[N, N]: everyone averages with everyone, each with the weight 1 / N."""
     return np.full((N, N), 1 / N)
 
 
 @checked
-def erdos_renyi(N: Count, p: Probability, seed: CountOrZero = 0) -> np.ndarray:
+def erdos_renyi(N: Size, p: Probability, seed: CountOrZero = 0) -> np.ndarray:
     """[N, N]: each pair of clients is linked with probability p. Metropolis-Hastings weights.
 
     The graph may have several parts, whose models then never meet.
@@ -187,14 +191,14 @@ def erdos_renyi(N: Count, p: Probability, seed: CountOrZero = 0) -> np.ndarray:
 
 
 @checked
-def exponential(N: Count) -> np.ndarray:
+def exponential(N: Size) -> np.ndarray:
     """[N, N]: client i averages with i + 1, i + 2, i + 4, ... (mod N), all with the same weight. A directed graph."""
     offsets = 2 ** np.arange(int(np.ceil(np.log2(N)))) if N > 1 else np.zeros(0, int)
     return sum((np.roll(np.eye(N), k, 1) for k in offsets), np.eye(N)) / (len(offsets) + 1)
 
 
 @checked
-def one_peer(N: Count) -> np.ndarray:
+def one_peer(N: Size) -> np.ndarray:
     """[T, N, N]: in round t, client i averages with i + 2^(t mod T) (mod N), each with the weight 1/2. T = log2 N.
 
     If N is a power of 2, T rounds without training give the exact mean.

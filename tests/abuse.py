@@ -481,6 +481,8 @@ def simulation() -> Iterator[Call]:
         "devices": optional(only(fd.Devices)),
         "on_nonfinite": choice("keep", "drop_client", "raise"),
         "measure": measures(),
+        "sources": Kind([*TEXTS, *THINGS, *BOOLS, 3, [1], {}], [[], ()]),
+        "topology": optional(only(fd.topology.Topology)),
     }
     valid = {"model": MODEL, "data": DATA, "algorithm": fd.algorithms.fedavg(), "cohort_size": 2}
     yield Call("fd.Simulation", fd.Simulation, valid, kinds)
@@ -522,7 +524,15 @@ def methods() -> Iterator[Call]:
     valid = {"state": state, "key": jax.random.key(0), "rounds": 1, "progress": False}
     rows = [[value] for value in [*cohort.nonsense, None]]  # `run` takes a table of cohorts
     cohorts = Kind([*cohort.nonsense, *rows], [None, [[0, 1]], np.array([[0, 2], [1, 2]]), ([2],), lambda t: [t]])
-    for method in (sim.init, sim.round_fn, sim.evaluate, sim.evaluate_clients, sim.measure, sim.run):
+    for method in (
+        sim.init,
+        sim.round_fn,
+        sim.evaluate,
+        sim.evaluate_clients,
+        sim.evaluate_receivers,
+        sim.measure,
+        sim.run,
+    ):
         takes = inspect.signature(method).parameters
         kinds |= {"cohort": cohorts} if method == sim.run else {}
         given, asked = ({name: of[name] for name in takes if name in of} for of in (valid, kinds))
@@ -1040,6 +1050,26 @@ def codecs() -> Iterator[Call]:
     yield Call("a codec", with_codec, {"send": top_k.send}, send)
 
 
+def topologies() -> Iterator[Call]:
+    groups = Kind(
+        [*TEXTS, *THINGS, *BOOLS, *ARRAYS, None, 3, 0.5, [], {}, [0, 2], [-1, 0], [0.5, 0.0], [[0]], RAGGED],
+        [[0, 1, 0], np.array([1, 0, 1], np.uint8), (0,), jnp.array([0, 1])],
+    )
+    yield of(fd.topology.groups, {"of": [0, 1]}, of=groups)
+    uneven, negative = [[1, 0], [1, 0]], [[2, -1], [-1, 2]]
+    matrix = Kind(
+        [*TEXTS, *THINGS, *BOOLS, *ARRAYS, None, 3, 0.5, [], {}, [1, 0], uneven, negative, [[np.nan]], np.ones((2, 3))],
+        [np.eye(2), [[0.5, 0.5], [0.5, 0.5]], np.eye(3)[None], [[1]], jnp.eye(2)],
+    )
+    yield of(fd.topology.graph, {"W": [[1]]}, W=matrix)
+    size = integer(1, 10_000)
+    for function in (fd.topology.ring, fd.topology.complete, fd.topology.exponential, fd.topology.one_peer):
+        yield of(function, {"N": 3}, N=size)
+    yield of(fd.topology.erdos_renyi, {"N": 3, "p": 0.5}, N=size)
+    yield of(fd.topology.torus, {"rows": 2, "columns": 3}, rows=size, columns=size)
+    yield of(fd.compression.downlink, {"codec": fd.compression.none()}, codec=only(fd.compression.Codec))
+
+
 def clocks() -> Iterator[Call]:
     pair = Kind([*[v for v in ANYTHING if not isinstance(v, tuple)], (1,), (1, -1), ("a", 1)], [(1, 2), [0, 0.5]])
     yield of(fd.clock.asynchronous, {"concurrency": 3}, hinge=pair)
@@ -1180,6 +1210,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
     "shifts": shifts,
     "codecs": codecs,
     "clocks": clocks,
+    "topologies": topologies,
     "others": others,
     "command line": command_line,
 }
