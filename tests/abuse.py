@@ -216,6 +216,7 @@ def accepts(pairs: int, rng: random.Random) -> Iterator[str]:
     known = {
         "base": fd.algorithms.fedavg(), "codec": fd.compression.none(), "data": DATA, "model": MODEL, "at": 0,
         **dict.fromkeys(("folder", "train", "path"), "nowhere"), "name": "synthetic", "available": [[True]],
+        "of": [0], "W": [[1]],
         "weights": [[1]], "partition": fd.partition.iid(2), "pairs": [(0, 1)], "shared": {}, "own": {}, "ylabel": "y",
         "plane": fd.measures.LossPlane(X, X, X, None, np.eye(3, 2), ("a", "b", "c")),
         "settings": [fd.plots.Compared("t", {"a": [([1, 2], [0.1, 0.2])]}, {})],
