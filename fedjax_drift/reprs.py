@@ -52,6 +52,13 @@ def plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if isinstance(value, bool | int | float | str)}
 
 
+def made(value: Any) -> str:
+    """The repr of a value with a name and a recipe, such as ``Clock(asynchronous, concurrency=3)``."""
+    arguments = plain(value.recipe.arguments) if value.recipe else {}
+    shown = [value.name, *(f"{name}={argument!r}" for name, argument in arguments.items())]
+    return f"{type(value).__name__}({', '.join(shown)})"
+
+
 def function_name(value: Any) -> str:
     """The name of a function, or of the factory that made it, as in ``scale_by_adam(...)``."""
     name = getattr(value, "__qualname__", type(value).__name__)

@@ -100,11 +100,12 @@ def contract_simulation(algorithm: Algorithm, **changes: Any) -> Simulation:
     options: dict[str, Any] = {
         "data": _data(),
         "local": LocalTraining(epochs=2, batch_size=4),
+        "cohort_size": 3,
         "dropout": 0.4,
         "stragglers": 0.4,
     }
     options |= {"lanes": 2, "mesh": clients_mesh(jax.devices()[:1])}
-    return Simulation(_model(), algorithm=algorithm, cohort_size=3, **options | changes)
+    return Simulation(_model(), algorithm=algorithm, **options | changes)
 
 
 def check_rounds(simulation: Simulation) -> None:

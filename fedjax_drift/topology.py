@@ -55,6 +55,11 @@ class Topology(NamedTuple):
         return f"Topology({self.name})"
 
     @property
+    def is_star(self) -> bool:
+        """Whether there is one server, and nothing else."""
+        return self.groups is None and self.weights is None
+
+    @property
     def receivers(self) -> int:
         """R, the number of models: 1, the number of edge servers, or the number of clients."""
         if self.groups is not None:

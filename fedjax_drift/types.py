@@ -237,8 +237,7 @@ class Algorithm(NamedTuple):
     recipe: Recipe | None = None
 
     def __repr__(self) -> str:
-        values = reprs.plain(self.recipe.arguments) if self.recipe else {}
-        return f"Algorithm({', '.join([self.name, *(f'{name}={value!r}' for name, value in values.items())])})"
+        return reprs.made(self)
 
 
 def algorithm(factory: Callable[P, Algorithm]) -> Callable[P, Algorithm]:

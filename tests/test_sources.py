@@ -239,6 +239,10 @@ VALUES: dict[str, list[dict[str, Any]]] = {
     "redeal": [{"data": lambda data: data.redealt()}, {"data": lambda data: data.redealt(0.5)}],
     "aggregation": [{"aggregation": G.clipped(0.5)}, {"aggregation": G.private_ftrl(0.5, 0.1, 4)}],
     "codec": [{"codec": fd.compression.top_k(0.5)}, {"codec": fd.compression.qsgd(7)}],
+    "topology": [
+        {"topology": fd.topology.groups([0, 1, 1, 0, 2, 1], every=2)},
+        {"topology": fd.topology.graph(fd.topology.ring(6)), "cohort_size": 6},
+    ],
     "own": [{"sources": [forgetting(3)]}, {"sources": [drifting(1e-3)]}],
 }
 
@@ -290,6 +294,10 @@ EXCLUDED = {
     ("clock", "redeal", 1),
     ("clock", "aggregation", 1),
     ("redeal", "aggregation", 1),  # one client changes the messages of others
+    ("participation", "topology", 1),  # a graph needs all clients, and the rule has five candidates
+    ("clock", "topology", 1),
+    ("aggregation", "topology", 1),
+    ("topology", "own", 1),
 }
 
 

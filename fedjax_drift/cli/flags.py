@@ -114,41 +114,33 @@ SHIFTS = (
 )  # fmt: skip
 
 
-def star() -> Callable[[int], topology.Topology]:
-    """Returns the function of the number of clients that makes the topology, as those below do."""
-    return lambda N: topology.star()
-
-
 def groups(number: int, every: int = 1) -> Callable[[int], topology.Topology]:
-    """`topology.groups`, in which client i belongs to edge server i mod ``number``."""
+    """Returns the function of the number of clients that makes `topology.groups`, as those below do.
+
+    Client i belongs to edge server i mod ``number``.
+    """
     return lambda N: topology.groups(np.arange(N) % number, every)
-
-
-def ring() -> Callable[[int], topology.Topology]:
-    return lambda N: topology.graph(topology.ring(N))
 
 
 def torus(rows: int, columns: int) -> Callable[[int], topology.Topology]:
     return lambda N: topology.graph(topology.torus(rows, columns))
 
 
-def exponential() -> Callable[[int], topology.Topology]:
-    return lambda N: topology.graph(topology.exponential(N))
-
-
-def one_peer() -> Callable[[int], topology.Topology]:
-    return lambda N: topology.graph(topology.one_peer(N))
-
-
 def erdos_renyi(p: float, seed: int = 0) -> Callable[[int], topology.Topology]:
     return lambda N: topology.graph(topology.erdos_renyi(N, p, seed))
 
 
-def complete() -> Callable[[int], topology.Topology]:
-    return lambda N: topology.graph(topology.complete(N))
+def without_options(matrix: Callable[[int], np.ndarray]) -> Callable[[], Callable[[int], topology.Topology]]:
+    """Returns the factory of the graphs with such a mixing matrix."""
+    return lambda: lambda N: topology.graph(matrix(N))
 
 
-TOPOLOGIES = (star, groups, ring, torus, exponential, one_peer, erdos_renyi, complete)
+GRAPHS = (topology.ring, topology.exponential, topology.one_peer, topology.complete)
+TOPOLOGIES = {
+    "star": lambda: lambda N: topology.star(),
+    **{factory.__name__: factory for factory in (groups, torus, erdos_renyi)},
+    **{matrix.__name__: without_options(matrix) for matrix in GRAPHS},
+}
 
 CODECS = (
     compression.top_k, compression.random_k, compression.qsgd, compression.sign, compression.drive, compression.cast,
@@ -213,7 +205,7 @@ SCHEDULE = Choice(SCHEDULES, hidden=("init_value",))
 PARTICIPATION = Choice({factory.__name__: factory for factory in RULES}, hidden=("base", "phases"))
 SHIFT = Choice({factory.__name__: factory for factory in SHIFTS}, hidden=("shift", "shifts", "of"))
 CODEC = Choice({factory.__name__: factory for factory in CODECS})
-TOPOLOGY = Choice({factory.__name__: factory for factory in TOPOLOGIES})
+TOPOLOGY = Choice(TOPOLOGIES)
 CLOCK = Choice({factory.__name__: factory for factory in (clock.synchronous, clock.asynchronous)})
 AUGMENT = Choice({"crop_and_flip": augment.crop_and_flip})
 

@@ -36,8 +36,7 @@ class Clock(NamedTuple):
     recipe: Recipe | None = None
 
     def __repr__(self) -> str:
-        values = reprs.plain(self.recipe.arguments) if self.recipe else {}
-        return f"Clock({', '.join([self.name, *(f'{name}={value!r}' for name, value in values.items())])})"
+        return reprs.made(self)
 
 
 @recorded

@@ -69,5 +69,4 @@ class Participation(NamedTuple):
     recipe: Recipe | None = None
 
     def __repr__(self) -> str:
-        values = reprs.plain(self.recipe.arguments) if self.recipe else {}
-        return f"Participation({', '.join([self.name, *(f'{name}={value!r}' for name, value in values.items())])})"
+        return reprs.made(self)

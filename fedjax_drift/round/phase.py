@@ -26,8 +26,7 @@ from fedjax_drift.types import ClientResult, PyTree, ServerState, Work
 class Phase(NamedTuple):
     """The result of a phase."""
 
-    mean: PyTree  # the mean of the messages
-    received: Received
+    received: Received  # its total is the mean of the messages
     sources: dict[str, PyTree]  # the new states of the sources
     clients: PyTree  # `ServerState.clients` after the phase
     outcome: dict[str, jax.Array]  # values of each client, [D, G, L]
@@ -100,7 +99,7 @@ def phase(
         received = Received(total, weight, count / receivers.clients.astype(count.dtype))
         received, states = jax.vmap(of_receiver)(received, jnp.arange(receivers.number)), {}
     mean = jax.tree.map(lambda s, m: s.astype(m.dtype), received.total, dtypes)  # sums have the dtype of the weights
-    return Phase(mean, received, states, clients, outcome, metrics, sums, measured)
+    return Phase(received._replace(total=mean), states, clients, outcome, metrics, sums, measured)
 
 
 def combined(

@@ -59,7 +59,7 @@ def observed_round(
     assigned = assign(engine, state, arrays, cohort)
     first = survey(engine, state, arrays, assigned) if algorithm.survey is not None else None
     if first is not None:
-        assigned = assigned._replace(shared=assigned.shared._replace(surveyed=first.mean))
+        assigned = assigned._replace(shared=assigned.shared._replace(surveyed=first.received.total))
     shared = assigned.shared._replace(extra=observer.before(assigned, arrays))
     trained = phase(engine, state, arrays, assigned._replace(shared=shared), observer.update)
     outcome = trained.outcome
@@ -76,8 +76,7 @@ def observed_round(
         server = tree.select(any_answer, tree.cast_like(algorithm.observe(server, scores), server, what), server)
     clients = trained.clients
     if algorithm.finish is not None:
-        of_clients = {name: sources.get(name, ()) for name in assigned.shared.sources}
-        after = assigned.shared._replace(server=server, sources=of_clients)
+        after = assigned.shared._replace(server=server, sources=sources)
         clients = finished(engine, after, assigned.placed, outcome["answered"], clients)
     new = ServerState(state.round + 1, state.key, server, clients, sources)
 

@@ -45,7 +45,7 @@ def update_server(engine: Engine, state: ServerState, assigned: Assignment, trai
         return scalars(algorithm, "the result of report", metrics)
 
     N: Any = engine.num_clients if receivers is None else receivers.clients
-    received = trained.received._replace(total=trained.mean, surveyed=shared.surveyed, clients=N)
+    received = trained.received._replace(surveyed=shared.surveyed, clients=N)
     if receivers is None:
         answered = received.weight > 0
         server = tree.select(answered, update(state.server, received), state.server)

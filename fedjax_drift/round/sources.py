@@ -3,15 +3,15 @@
 The sources of a simulation are values with the same functions. A round calls them in this order:
 
     select    who takes part, and how many local steps: participation, clock, redealt data, failures, your own sources
-    receive   what one client starts with: clock, your own
+    receive   what one client starts with: topology, clock, your own
     example   the examples of one client: shift, your own
     weigh     the weight of one client: participation, your own
     send      the message of one client: clock, your own, aggregation
-    combine   the sum over the clients: participation, your own in reverse order, aggregation
-    after     the next state of the source, and its values in ``info``
+    combine   the sum over the clients: your own in reverse order, topology, participation, aggregation
+    after     the next state of the source, and its values in ``info``: all, in their order
 
-`simulation.setup.sources_of` lists the library's sources. Each of them is one file in this folder. A codec is a part of
-the algorithm (`fd.compression.compressed`), because it changes what a client keeps.
+`simulation.sources.sources_of` lists the library's sources, which are files in this folder. A codec of messages
+is a part of the algorithm (`fd.compression.compressed`), because it changes what a client keeps.
 """
 
 from __future__ import annotations
@@ -148,8 +148,8 @@ class Source(NamedTuple):
         steps they do: `Cohort.without` and `Cohort.with_steps`.
       receive: ``receive(state, start, client, moment) -> start``, what ONE client starts with, a `Start`: for example,
         variables of the server that were rounded on the way.
-      example: ``example(key, t, client, x, y) -> (x, y)`` changes one example, as `fd.shift.Shift` does. Test examples
-        are changed, too, unless it uses ``client``. It has no state.
+      example: ``example(key, t, client, x, y) -> (x, y)`` changes one example, as a function for `fd.shift` does. The
+        examples of the global test set are changed, too, unless it uses ``client``. It has no state.
       weigh: ``weigh(weight, client) -> weight``, float [], the weight of ONE client.
       send: ``send(state, message, weight, client, moment) -> (message, weight)``, what ONE client adds to the sum,
         which is that of weight * message. The message keeps its structure and its shapes.
@@ -186,8 +186,7 @@ class Source(NamedTuple):
     recipe: Recipe | None = None
 
     def __repr__(self) -> str:
-        values = reprs.plain(self.recipe.arguments) if self.recipe else {}
-        return f"Source({', '.join([self.name, *(f'{name}={value!r}' for name, value in values.items())])})"
+        return reprs.made(self)
 
     @property
     def described(self) -> str:
@@ -226,10 +225,8 @@ def examples(
     part: int = TRAINING,
 ) -> tuple[jax.Array, jax.Array]:
     """The examples ``x [B, ...], y [B, ...]`` in round t, changed by the sources. See `Shifting.examples`."""
-    for each in sources:
-        if each.example is not None:
-            shifting = Shifting(shift_of(each.example), seed=each.seed)
-            x, y = shifting.examples(t, owner, index, x, y, part)
+    for each, example in functions_of(sources, "example"):
+        x, y = Shifting(shift_of(example), seed=each.seed).examples(t, owner, index, x, y, part)
     return x, y
 
 

@@ -46,8 +46,7 @@ class Shift(NamedTuple):
     recipe: Recipe | None = None
 
     def __repr__(self) -> str:
-        values = reprs.plain(self.recipe.arguments) if self.recipe else {}
-        return f"Shift({', '.join([self.name, *(f'{name}={value!r}' for name, value in values.items())])})"
+        return reprs.made(self)
 
 
 def shift_of(value: Any, name: str = "shift") -> Shift:

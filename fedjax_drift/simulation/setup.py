@@ -119,22 +119,22 @@ class Setup:
 
     def check_rules(self, state: ServerState) -> None:
         """Raises ConfigurationError if the state is of another rule, or was saved without the state of a rule."""
-        sources = {source.name: source for source in self.engine.sources}
-        for name in [*sources, *(name for name in state.sources if name not in sources)]:
-            absent = {"clock": "synchronous", "topology": "star"}  # what a simulation has without these sources
-            none = Source(name, kind=name, title=absent[name]) if name in absent else Source(name)
-            source = sources.get(name, none)
-            stored, expected = state.sources.get(name, ()), source.state_of(self.state)
+        switched_off = (
+            Source("clock", kind="clock", title="synchronous"),
+            Source("topology", kind="topology", title="star"),
+        )
+        sources = {source.name: source for source in (*map(Source, state.sources), *switched_off, *self.engine.sources)}
+        for name, source in sources.items():
+            stored, expected = source.state_of(state), source.state_of(self.state)
             if len({jax.tree.structure(each) for each in (stored, expected)}) == 1:
                 continue
             if not jax.tree.leaves(stored):
                 fix = "save all fields but the client states, which is state._replace(clients=()), or start with init"
                 checks.refuse(f"state must have the state of {source.described} in its field {name}", stored, fix)
-            what, fix = (
-                f"state must be of a simulation with {source.described}",
-                f"or keep the field {name} of the state",
+            fix = f"start with init, or keep the field {name} of the state"
+            checks.refuse(
+                f"state must be of a simulation with {source.described}", f"one of another {source.kind}", fix
             )
-            checks.refuse(what, f"one of another {source.kind}", f"start with init, {fix}")
 
     def refuse_traced(self, name: str, value: Any) -> None:
         """Raises ConfigurationError if client states, which are on the host, would depend on a traced value."""

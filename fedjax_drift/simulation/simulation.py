@@ -197,7 +197,7 @@ class Simulation:
         sampling = {**_settings_of(options.participation), "aggregation": self.aggregation.name}
         failures = dataclasses.asdict(options.failures) if options.failures.any else {}
         timing = {**_clock_of(options.clock), **(dataclasses.asdict(options.devices) if options.devices else {})}
-        if options.topology.receivers > 1:
+        if not options.topology.is_star:
             timing["topology"] = options.topology.name
         for source in options.sources:
             arguments = reprs.plain(source.recipe.arguments) if source.recipe else {}
@@ -721,9 +721,8 @@ class Simulation:
         """Returns the parameters of the model that one client uses itself, which `evaluate_clients` evaluates.
 
         It is the client's personal model if the algorithm has one (Ditto, FedPer). With a topology it is the model of
-        its edge server, or its own. With ``statistics="local"`` it has
-        the client's own running statistics. Otherwise it is the global model. A client that has not taken part yet has
-        the initial personal model.
+        its edge server, or its own. With ``statistics="local"`` it has the client's own running statistics. Otherwise
+        it is the global model. A client that has not taken part yet has the initial personal model.
 
         Args:
           state: from `init` or an earlier round.

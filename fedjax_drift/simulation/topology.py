@@ -18,7 +18,7 @@ def check_topology(options: Options, selection: Selection) -> None:
     """Checks the option ``topology`` and its combination with others."""
     topology, N, K = options.topology, options.data.num_clients, options.cohort_size
     checks.instance("topology", topology, Topology, "pass fd.topology.groups(edge_of_client), for example")
-    if topology.groups is None and topology.weights is None:
+    if topology.is_star:
         return
     algorithm, aggregation, rule, name = options.algorithm, options.aggregation, selection.rule, topology.name
     clients = topology.receivers if topology.groups is None else len(topology.groups)

@@ -69,7 +69,7 @@ def identity(
         **({} if clock.concurrency is None else settings(clock, "clock")),
         **settings(options.devices, "devices"),
     }
-    if options.topology.recipe is not None and options.topology.name != "star":
+    if not options.topology.is_star:
         entries |= settings(options.topology, "topology")
     for source in options.sources:
         entries |= settings(source, f"sources.{source.name}")
