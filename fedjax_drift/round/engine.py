@@ -18,8 +18,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import AXIS, num_teams
 from fedjax_drift.local import LocalTraining
+from fedjax_drift.message import summed
 from fedjax_drift.model import Model
 from fedjax_drift.round.arrays import Arrays, Client, Rows
 from fedjax_drift.round.sources import Moment, Receivers, Source, Start
@@ -47,6 +49,15 @@ class Federation(NamedTuple):
     set_scores: tuple[str, ...]  # names of the metrics of `Model.scores` that are scalars of the whole test set
 
 
+class Exchanged(NamedTuple):
+    """What a client sends and receives in a round. `traffic.exchanged` traces it when a simulation is made."""
+
+    message: PyTree = None  # the shapes and dtypes of a message; None until they are known
+    surveyed: PyTree = None  # those of the mean of the first phase; None without it
+    up: int = 0  # the bytes that the client sends, without those of codecs
+    down: int = 0  # the bytes that it receives, if no source codes the global model
+
+
 class Engine(NamedTuple):
     """The static description from which a round is compiled."""
 
@@ -65,7 +76,7 @@ class Engine(NamedTuple):
     state_rows: int  # length of the leaves of ServerState.clients: N; if sharded, rounded up to a multiple of D
     sharded: bool  # whether client states are sharded over the devices instead of replicated
     rows_by_rank: np.ndarray | None  # the result of `exchange.rows_by_rank` if the examples are sharded, otherwise None
-    message: PyTree = None  # shapes and dtypes of a message, if `Algorithm.complete` needs them
+    exchanged: Exchanged = Exchanged()  # between server and client
 
     @property
     def receivers(self) -> Receivers | None:
@@ -95,9 +106,23 @@ class Shared(NamedTuple):
 def initial_client(engine: Engine, params: Params) -> PyTree:
     """The state of one client before its first round."""
     client, complete = engine.algorithm.init_client(params), engine.algorithm.complete
-    if complete is None or engine.message is None:
+    if complete is None or engine.exchanged.message is None:
         return client
-    return complete(client, jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), engine.message))
+    return complete(client, tree.zeros_like(engine.exchanged.message))
+
+
+def summed_message(engine: Engine) -> PyTree:
+    """The shapes of what a client adds to the sum over the clients."""
+    return jax.eval_shape(summed, engine.exchanged.message)
+
+
+def initial_server(engine: Engine, params: Params) -> Any:
+    """The variables of the server before round 0."""
+    server = engine.algorithm.init_server(params)
+    if not hasattr(server, "params"):
+        what = f"{engine.algorithm.name}: init_server must return a pytree with an attribute params"
+        checks.refuse(what, type(server).__name__, "return a NamedTuple whose field params is the global model")
+    return server
 
 
 def moment(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import checks, tree
+from fedjax_drift import tree
 from fedjax_drift.round.arrays import Arrays
-from fedjax_drift.round.engine import Engine, initial_client, moment, partitionable
+from fedjax_drift.round.engine import Engine, initial_client, initial_server, moment, partitionable
 from fedjax_drift.round.sources import functions_of
 from fedjax_drift.types import Params, ServerState
 
@@ -22,10 +22,7 @@ def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array
     params = engine.model.init(init_key) if params is None else params
     client = initial_client(engine, params)
     clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (engine.state_rows, *jnp.shape(c))), client)
-    server, clients = jax.tree.map(tree.strip_weak_type, (engine.algorithm.init_server(params), clients))
-    if not hasattr(server, "params"):
-        what = f"{engine.algorithm.name}: init_server must return a pytree with an attribute params"
-        checks.refuse(what, type(server).__name__, "return a NamedTuple whose field params is the global model")
+    server, clients = jax.tree.map(tree.strip_weak_type, (initial_server(engine, params), clients))
     state = ServerState(jnp.zeros((), jnp.int32), round_key, server, clients)
     for source, start in functions_of(engine.sources, "init"):
         at = moment(engine, state, Arrays(None, None, sizes), source, round_key)

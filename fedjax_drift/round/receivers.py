@@ -17,10 +17,9 @@ import numpy as np
 
 from fedjax_drift import tree
 from fedjax_drift.recipes import recorded
-from fedjax_drift.round.arrays import Client, Rows
-from fedjax_drift.round.engine import Engine, Shared
+from fedjax_drift.round.arrays import Client
+from fedjax_drift.round.rehearsal import weights
 from fedjax_drift.round.sources import Moment, Outcome, Received, Receivers, Source, Start
-from fedjax_drift.round.train import update_of_size
 from fedjax_drift.topology import Topology, neighbours
 from fedjax_drift.types import Metrics, PyTree
 
@@ -50,8 +49,8 @@ def hierarchy(topology: Topology) -> Source:
         return jax.tree.map(lambda a, m: jnp.where(averages, m, a), servers.each, mean)
 
     def init(moment: Moment) -> Servers:
-        weights = jnp.zeros(R).at[of].add(weights_of(moment))
-        return replicas(moment.server, weights / weights.sum())
+        of_receiver = jnp.zeros(R).at[of].add(weights(moment, moment.sizes))
+        return replicas(moment.server, of_receiver / of_receiver.sum())
 
     receivers = Receivers(R, receiver, route, mix=lambda each, present, t: each, join=join, clients=clients)
     return source_of(topology, receivers, init)
@@ -120,14 +119,6 @@ def replicas(server: Any, weight: jax.Array) -> Servers:
     """All receivers start with the same variables. weight: float [R]."""
     each = jax.tree.map(lambda a: jnp.broadcast_to(a, (len(weight), *jnp.shape(a))), server)
     return Servers(jax.tree.map(tree.strip_weak_type, each), weight)
-
-
-def weights_of(moment: Moment) -> jax.Array:
-    """float [N]: the weights that the algorithm gives to the clients. They depend on their sizes only."""
-    engine: Engine = moment.engine
-    row = Rows(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in engine.federation.row))
-    shared = Shared(moment.server, row, moment.key, moment.t, engine.local.rate(moment.t))
-    return jax.vmap(lambda size: update_of_size(engine, shared, size).weight)(moment.sizes)
 
 
 def mean_of(servers: Servers) -> PyTree:

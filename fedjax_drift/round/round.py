@@ -83,7 +83,7 @@ def observed_round(
     of_cohort = partial(in_cohort_order, len(assigned.cohort.id), assigned.order, assigned.empty)
     outcome, metrics = jax.tree.map(of_cohort, (outcome, metrics))  # [K, ...]
     info = describe(engine, assigned, outcome)
-    info |= exchanged_bytes(engine, state, assigned.shared.rows, info["cohort"], outcome["bits"])
+    info |= exchanged_bytes(engine, state, info["cohort"], outcome["bits"])
     info = with_metrics(engine, info, of_present(info["cohort"], metrics))
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
     info = with_metrics(engine, info, updated.reported)

@@ -15,8 +15,9 @@ from fedjax_drift.recipes import recorded
 from fedjax_drift.round.arrays import Arrays, Client
 from fedjax_drift.round.engine import Engine, Shared, look_up, replicated, round_keys
 from fedjax_drift.round.places import at_places, in_cohort_order
+from fedjax_drift.round.rehearsal import weights
 from fedjax_drift.round.sources import Cohort, Moment, Outcome, Received, Source
-from fedjax_drift.round.train import client_work, over_clients, update_of_size
+from fedjax_drift.round.train import client_work, over_clients
 from fedjax_drift.types import Metrics, PyTree, ServerState
 
 # fold_in(state.key, PARTICIPATION) is the key for the initial state of the participation rule. Round t uses
@@ -180,12 +181,9 @@ def expected_weight(moment: Moment, selection: Selection, available: jax.Array |
     available: bool [N], the clients that can be selected; None: all. The weight of a client depends on its size only,
     so the compiler removes everything else from the updates of the N clients.
     """
-    rule, engine, before, arrays = selection.rule, moment.engine, moment.before, moment.arrays
-    assert rule.expected is not None and before is not None and arrays is not None
-    factor = rule.expected(selection.selects, Clients(arrays.sizes, no_losses(rule, "expected"), available))
+    rule = selection.rule
+    assert rule.expected is not None
+    factor = rule.expected(selection.selects, Clients(moment.sizes, no_losses(rule, "expected"), available))
     if available is not None:
         factor = jnp.where(available, factor, 0)
-    _, key = round_keys(before.key, before.round)
-    rows: Any = arrays.rows
-    shared = Shared(before.server, rows, key, before.round, engine.local.rate(before.round))
-    return factor @ jax.vmap(lambda size: update_of_size(engine, shared, size).weight)(arrays.sizes)
+    return factor @ weights(moment, moment.sizes)

@@ -1,4 +1,4 @@
-"""The bytes that server and clients exchange in a round, read from the traced updates of one client.
+"""What server and clients exchange in a round. The bytes are read from the traced updates of one client.
 
 - Up: the arrays of the messages of both phases, except for those that do not depend on the client; and what codecs send
   (`message`).
@@ -18,61 +18,68 @@ from jax.extend.core import Jaxpr, Literal, Var
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedjax_drift import tree
-from fedjax_drift.message import coded_bits, uncoded
+from fedjax_drift.message import coded_bits, summed, uncoded
 from fedjax_drift.round.arrays import Rows
-from fedjax_drift.round.engine import Engine, Shared, initial_client
+from fedjax_drift.round.engine import Engine, Exchanged, Shared, initial_client, initial_server, partitionable
+from fedjax_drift.round.rehearsal import incomplete_message, phases, results, zero_rows
 from fedjax_drift.round.sources import functions_of
-from fedjax_drift.round.train import any_survey, phases
-from fedjax_drift.types import THREEFRY, PyTree, ServerState
+from fedjax_drift.types import THREEFRY, Params, PyTree, ServerState
 
 CONSTANT, SERVER, CLIENT = range(3)  # what a value depends on; everything also depends on constants
 
 
-def exchanged_bytes(
-    engine: Engine, state: ServerState, rows: Rows, cohort: jax.Array, bits: jax.Array
-) -> dict[str, jax.Array]:
+def exchanged(engine: Engine, params: Params) -> Exchanged:
+    """What a client sends and receives in a round. params: the shapes of the model."""
+    rows = Rows(*engine.federation.row)
+    message, surveyed = None, None
+    if engine.algorithm.complete is not None:
+        message = jax.eval_shape(partial(incomplete_message, engine), params, rows)
+        engine = engine._replace(exchanged=Exchanged(message))
+    server = jax.eval_shape(partial(initial_server, engine), params)
+    *surveys, result = jax.eval_shape(partial(results, engine), server, rows)
+    if surveys:
+        surveyed = jax.eval_shape(summed, surveys[0].message)
+    return Exchanged(result.message if message is None else message, surveyed, *traffic(engine, server, rows, surveyed))
+
+
+def exchanged_bytes(engine: Engine, state: ServerState, cohort: jax.Array, bits: jax.Array) -> dict[str, jax.Array]:
     """``uplink_bytes`` [K] of the clients of a round, and ``downlink_bytes`` [] for each of them.
 
     cohort: int [K], their ids, -1 for a client that does not report. bits: float [K], of the codecs of all phases.
     """
-    up, arrays = traffic(engine, state.server, rows)
-    down = coded_down(engine, state, arrays)
-    return {"uplink_bytes": jnp.where(cohort >= 0, up + bits / 8, 0.0), "downlink_bytes": jnp.asarray(down, float)}
+    up = jnp.where(cohort >= 0, engine.exchanged.up + bits / 8, 0.0)
+    return {"uplink_bytes": up, "downlink_bytes": jnp.asarray(received(engine, state), float)}
 
 
-def coded_down(engine: Engine, state: ServerState, down: int) -> Any:
-    """The bytes that a client receives, if a source of drift codes the global model. down: without it."""
+def received(engine: Engine, state: ServerState) -> Any:
+    """The bytes that a client receives in the round after this state."""
+    down: Any = engine.exchanged.down
     for source, bits in functions_of(engine.sources, "down"):
         down = max(down - tree.nbytes(state.params), 0) + bits(source.state_of(state)) / 8
     return down
 
 
-def sent_and_received(engine: Engine, state: ServerState) -> tuple[Any, Any]:
-    """The bytes that a client sends and receives in a round. Those of a codec are the bytes of a message of zeros."""
-    server = state.server
-    up, down = traffic(engine, server, Rows(*engine.federation.row))
-    rows = Rows(*(jnp.zeros(leaf.shape, leaf.dtype) for leaf in engine.federation.row))
-    zero = jnp.zeros((), jnp.int32)
-    shared = Shared(server, rows, jax.random.key(0, impl=THREEFRY), zero, jnp.zeros((), float))
-    results = phases(engine, shared, initial_client(engine, server.params), zero)
-    bits = [coded_bits(result.message) for result in results]
-    return up + sum(bits) / 8, coded_down(engine, state, down)  # the compiler removes everything else
+def sent(engine: Engine, state: ServerState) -> Any:
+    """The bytes that a client sends in the round after this state. Those of a codec are the bytes of a message of
+    zeros."""
+    bits = [coded_bits(result.message) for result in results(engine, state.server, zero_rows(engine))]
+    return engine.exchanged.up + sum(bits) / 8  # the compiler removes everything else
 
 
-def traffic(engine: Engine, server: PyTree, rows: Rows) -> tuple[int, int]:
+@partitionable
+def traffic(engine: Engine, server: PyTree, rows: Rows, surveyed: PyTree) -> tuple[int, int]:
     """The bytes that a client sends without those of codecs, and those that it receives.
 
-    server, rows: only their shapes are used.
+    server, rows, surveyed: shapes and dtypes.
     """
 
     def traced(server: PyTree, state: PyTree, rows: Rows, t: jax.Array, surveyed: PyTree) -> tuple:
         key = jax.random.fold_in(jax.random.key(0, impl=THREEFRY), t)
         shared = Shared(server, rows, key, t, jnp.asarray(t, float), surveyed=surveyed)
-        results = phases(engine, shared, state, t)
-        return [uncoded(result.message) for result in results], results
+        of_phases = phases(engine, shared, state, t)
+        return [uncoded(result.message) for result in of_phases], of_phases
 
     state = jax.eval_shape(lambda server: initial_client(engine, server.params), server)
-    surveyed = jax.eval_shape(partial(any_survey, engine), server, rows)
     closed, shapes = jax.make_jaxpr(traced, return_shape=True)(server, state, rows, jnp.int32(0), surveyed)
     program, is_read = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     variables = program.invars[: sum(is_read[: len(jax.tree.leaves(server))])]

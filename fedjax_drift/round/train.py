@@ -20,23 +20,21 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.local import shuffle
-from fedjax_drift.message import decoded, summed
+from fedjax_drift.message import decoded
 from fedjax_drift.round.arrays import Client, Rows
 from fedjax_drift.round.client_states import fetch, overwrites, scatter, store
 from fedjax_drift.round.engine import (
     Engine,
     Shared,
     client_moment,
-    initial_client,
     mean_steps,
     on_each_device,
-    partitionable,
     sum_over_devices,
 )
 from fedjax_drift.round.exchange import exchange, longest_share
 from fedjax_drift.round.sources import Receivers, Start, absent_like, examples, functions_of
 from fedjax_drift.shift.rule import Owner
-from fedjax_drift.types import THREEFRY, Algorithm, Batch, ClientResult, Params, PyTree, ServerState, Trained, Work
+from fedjax_drift.types import Algorithm, Batch, ClientResult, PyTree, Trained, Work
 
 LANES = "lanes"  # the axis of the clients that train side by side
 
@@ -264,9 +262,7 @@ def update(
     `ClientResult`.
     """
     algorithm = engine.algorithm
-    if phase == "client_update":
-        work = with_survey(algorithm, shared.server, old, work)
-    result = result_of(algorithm, phase, shared.server, old, work)
+    result = unchecked(engine, shared, client, old, work, phase)
     trained = result.metrics if isinstance(result.metrics, Trained) else None
     metrics: Any = scalars(algorithm, "metrics", trained.metrics if trained else result.metrics)
     metrics = jax.tree.map(jnp.asarray, metrics)
@@ -279,21 +275,15 @@ def update(
     return ClientResult(message, weight, state, metrics)
 
 
-def result_of(algorithm: Algorithm, phase: str, server: Any, old: PyTree, work: Work) -> ClientResult:
+def unchecked(
+    engine: Engine, shared: Shared, client: Client, old: PyTree, work: Work, phase: str = "client_update"
+) -> ClientResult:
     """What a phase of the algorithm returns. Raises ConfigurationError unless it is a `ClientResult`."""
-    result = getattr(algorithm, phase)(server, old, work)
+    result = getattr(engine.algorithm, phase)(shared.server, old, work)
     if not isinstance(result, ClientResult):
         fix = "return fd.ClientResult(message, weight, state, metrics)"
-        checks.refuse(f"{algorithm.name}: {phase} must return a ClientResult", type(result).__name__, fix)
+        checks.refuse(f"{engine.algorithm.name}: {phase} must return a ClientResult", type(result).__name__, fix)
     return result
-
-
-def with_survey(algorithm: Algorithm, server: Any, old: PyTree, work: Work) -> Work:
-    """The work, whose mean of the first phase is 0 if it is not known: outside of a round, only shapes are needed."""
-    if algorithm.survey is None or work.surveyed is not None:
-        return work
-    message = jax.eval_shape(lambda: summed(result_of(algorithm, "survey", server, old, work).message))
-    return work._replace(surveyed=jax.tree.map(lambda m: jnp.zeros(m.shape, m.dtype), message))
 
 
 def scalars(algorithm: Algorithm, what: str, values: Any) -> dict[str, Any]:
@@ -306,51 +296,6 @@ def scalars(algorithm: Algorithm, what: str, values: Any) -> dict[str, Any]:
             fix = "take its mean"
             checks.refuse(f"{algorithm.name}: {name} must be a scalar", f"{jnp.result_type(value)}{[*shape]}", fix)
     return dict(values)
-
-
-@partitionable
-def any_survey(engine: Engine, server: PyTree, rows: Rows) -> PyTree:
-    """The mean of the first phase of a round, with zeros in the place of its values. None if there is no such phase."""
-    zero, key = jnp.zeros((), jnp.int32), jax.random.key(0, impl=THREEFRY)
-    _, work = some_client(engine, Shared(server, rows, key, zero, jnp.zeros((), float)), zero)
-    return with_survey(engine.algorithm, server, initial_client(engine, server.params), work).surveyed
-
-
-@partitionable
-def any_update(engine: Engine, state: ServerState, rows: Rows) -> ClientResult:
-    """The update of some client. Its only use is `jax.eval_shape`, which gives the shapes of a client's result."""
-    zero = jnp.zeros((), jnp.int32)
-    shared = Shared(state.server, rows, state.key, zero, jnp.zeros((), float))
-    return update_of_size(engine, shared, zero)
-
-
-def update_of_size(engine: Engine, shared: Shared, size: jax.Array) -> ClientResult:
-    """The update of client 0 in its initial state, as if it had ``size`` examples."""
-    return phases(engine, shared, initial_client(engine, shared.server.params), size)[-1]
-
-
-def phases(engine: Engine, shared: Shared, old: PyTree, size: jax.Array) -> list[ClientResult]:
-    """The results of client 0 in the phases of a round, as if it had ``size`` examples. old: its state before."""
-    client, work = some_client(engine, shared, size)
-    names = ["client_update"] if engine.algorithm.survey is None else ["survey", "client_update"]
-    return [update(engine, shared, client, old, work, name) for name in names]
-
-
-def some_client(engine: Engine, shared: Shared, size: jax.Array) -> tuple[Client, Work]:
-    """Client 0 as if it had ``size`` examples, and its work."""
-    zero = jnp.zeros((), jnp.int32)
-    client = Client(zero, size, zero, engine.local.num_steps(size), zero)
-    return client, client_work(engine._replace(lanes=1), shared, client, size)
-
-
-@partitionable
-def some_message(engine: Engine, params: Params, rows: Rows) -> PyTree:
-    """The message of some client before `Algorithm.complete` has completed its state, for `jax.eval_shape`."""
-    zero, key = jnp.zeros((), jnp.int32), jax.random.key(0, impl=THREEFRY)
-    shared = Shared(engine.algorithm.init_server(params), rows, key, zero, jnp.zeros((), float))
-    (_, work), client = some_client(engine, shared, zero), engine.algorithm.init_client(params)
-    work = with_survey(engine.algorithm, shared.server, client, work)
-    return result_of(engine.algorithm, "client_update", shared.server, client, work).message
 
 
 def check_finite(engine: Engine, client: Client, result: ClientResult) -> tuple[jax.Array, jax.Array]:

@@ -40,7 +40,7 @@ from fedjax_drift.round.engine import Engine, partitionable
 from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.initial import init
-from fedjax_drift.round.train import any_survey, any_update
+from fedjax_drift.round.rehearsal import results
 from fedjax_drift.simulation.layout import Layout
 from fedjax_drift.simulation.placement import frozen_parameters, shardings_of
 from fedjax_drift.types import Params, PyTree, Round, ServerState
@@ -341,9 +341,8 @@ def _checksum(form: recipes.Form, count: int, structure: Any, leaves: tuple[jax.
 
     def updates(numbers: Numbers, frozen: FrozenArrays, state: ServerState, rows: Rows) -> Any:
         engine: Engine = recipes.join(form, numbers, frozen)
-        result = any_update(engine, state, rows)
-        one = jnp.ones((), result.weight.dtype)
-        surveyed = any_survey(engine, state.server, rows)
+        result = results(engine, state.server, rows)[-1]
+        one, surveyed = jnp.ones((), result.weight.dtype), tree.zeros_like(engine.exchanged.surveyed)
         context = Round(state.round, one, one, engine.num_clients, engine.federation.mean_size, surveyed)
         return result, engine.algorithm.server_update(state.server, summed(result.message), context)
 

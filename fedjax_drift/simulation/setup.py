@@ -18,18 +18,19 @@ from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import flat, leaf_shardings, num_teams, team_size
 from fedjax_drift.measures import drift
 from fedjax_drift.measures.measure import Measures
-from fedjax_drift.message import summed
 from fedjax_drift.model import Model
 from fedjax_drift.participation import bernoulli
 from fedjax_drift.round import rows
 from fedjax_drift.round.arrays import Arrays, Rows
-from fedjax_drift.round.engine import Engine, Federation, initial_client
+from fedjax_drift.round.engine import Engine, Federation, initial_client, summed_message
 from fedjax_drift.round.evaluate import at_round, evaluate, shifted
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.initial import init
+from fedjax_drift.round.rehearsal import results
 from fedjax_drift.round.selection import Selection
 from fedjax_drift.round.sources import Source
-from fedjax_drift.round.train import any_survey, any_update, checked, some_message
+from fedjax_drift.round.traffic import exchanged
+from fedjax_drift.round.train import checked
 from fedjax_drift.shift.rule import shift_of
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.fit import check_model
@@ -104,17 +105,13 @@ class Setup:
     def with_lanes(self, lanes: int) -> Setup:
         return replace(self, engine=self.engine._replace(lanes=lanes))
 
-    def any_update(self) -> ClientResult:
-        """The shapes and dtypes of one client's update."""
-        return jax.eval_shape(partial(any_update, self.engine), self.state, Rows(*self.engine.federation.row))
-
-    def any_survey(self) -> Any:
-        """The shapes of the mean of the first phase of a round. None if there is no such phase."""
-        return jax.eval_shape(partial(any_survey, self.engine), self.state.server, Rows(*self.engine.federation.row))
+    def client_result(self) -> ClientResult:
+        """The shapes and dtypes of what a client returns."""
+        return jax.eval_shape(partial(results, self.engine), self.state.server, Rows(*self.engine.federation.row))[-1]
 
     def update_leaves(self) -> list[str]:
         """The names of the leaves of a client's update. ``info["bad_leaf"]`` has indices into this list."""
-        leaves = jax.tree.leaves_with_path(checked(self.any_update()))
+        leaves = jax.tree.leaves_with_path(checked(self.client_result()))
         return [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]  # type: ignore[attr-defined]
 
     def check_rules(self, state: ServerState) -> None:
@@ -259,9 +256,7 @@ def assemble(given: Options) -> Setup:
         sharded=False,
         rows_by_rank=rows_by_rank(data.sizes, local.batches(data.sizes)) if rows_at == "parts" else None,
     )
-    if algorithm.complete is not None:
-        message = jax.eval_shape(partial(some_message, engine), shapes.params, Rows(*engine.federation.row))
-        engine = engine._replace(message=message)
+    engine = engine._replace(exchanged=exchanged(engine, shapes.params))
     client_store = placement.states_at(
         jax.eval_shape(partial(initial_client, engine), shapes.params), N, capacity, mesh
     )
@@ -276,12 +271,7 @@ def assemble(given: Options) -> Setup:
             fix = 'use a classifier and integer labels, or a Model whose scores return an "accuracy"'
             checks.refuse(f"{algorithm.name} needs the test accuracy", "an evaluation without it", fix)
 
-    def added() -> Any:  # the shapes of what one client adds to the sum
-        return jax.eval_shape(
-            lambda *shapes: summed(some_message(engine, *shapes)), shapes.params, Rows(*engine.federation.row)
-        )
-
-    validate.check_rule(aggregation, added, cohort_size)
+    validate.check_rule(aggregation, summed_message(engine), cohort_size)
     if clock.mixes == "models":
         check_mixes(engine, shapes.params)
     check_memory(engine, shapes.params)

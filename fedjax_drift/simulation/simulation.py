@@ -25,11 +25,11 @@ from fedjax_drift.devices.processes import leads, spans_processes
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift, personal
-from fedjax_drift.message import summed
 from fedjax_drift.model import Model
 from fedjax_drift.participation import Participation
 from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation, mean
+from fedjax_drift.round.engine import summed_message
 from fedjax_drift.round.exchange import longest_share
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.sources import Source
@@ -792,11 +792,11 @@ class Simulation:
         """
         e, D = self.setup.engine, num_teams(self.mesh)
         G = -(-e.most_clients // (D * e.lanes))
-        update, row, survey = self.setup.any_update(), e.federation.row, self.setup.any_survey()
+        row, update, surveyed = e.federation.row, self.setup.client_result(), e.exchanged.surveyed
         times = (1 + e.sharded) * (1 + (e.algorithm.finish is not None))
         share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
         return {
-            "message sum": tree.nbytes((jax.eval_shape(summed, update.message), update.weight, survey)),
+            "message sum": tree.nbytes((summed_message(e), update.weight, surveyed)),
             "client states": times * (D - 1) * G * e.lanes * tree.nbytes(update.state),
             "rows": (D - 1) * share * tree.nbytes(row),
         }

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from fedjax_drift import checks, tree
 from fedjax_drift.clock import Clock, Devices
-from fedjax_drift.message import summed
-from fedjax_drift.round.arrays import Rows
 from fedjax_drift.round.clock import Flight
-from fedjax_drift.round.engine import Engine
+from fedjax_drift.round.engine import Engine, summed_message
 from fedjax_drift.round.selection import Selection
-from fedjax_drift.round.train import some_message
 from fedjax_drift.simulation.options import Options
 from fedjax_drift.simulation.selection import selection_of
 
@@ -90,7 +85,6 @@ def check_versions(options: Options) -> None:
 
 def check_mixes(engine: Engine, params: Any) -> None:
     """Checks that the messages are shaped like the model, for a clock that mixes models."""
-    message = jax.eval_shape(lambda *given: summed(some_message(engine, *given)), params, Rows(*engine.federation.row))
-    if tree.layout(message) != tree.layout(params):
+    if tree.layout(summed_message(engine)) != tree.layout(params):
         what = f'mixes must be "updates" for {engine.algorithm.name}, whose message isn\'t the update of a model alone'
         checks.refuse(what, '"models"')
