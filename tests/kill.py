@@ -2,10 +2,10 @@
 
     python tests/kill.py FOLDER [MOMENTS]
 
-A third of the kills are of one run with client states on the device, and a third are of one run with client states in
-files. The last third are of runs with client states in files that have just started. Most of these runs have no
-checkpoint yet. After its kills, each run is completed. The result must be bitwise identical to that of an uninterrupted
-run.
+A quarter of the kills are of one asynchronous run with client states on the device, a quarter of the same run with
+client states in files, and a quarter of one run with three edge servers and a source of drift of one's own. The last
+quarter are of runs with client states in files that have just started. Most of these runs have no checkpoint yet. After
+its kills, each run is completed. The result must be bitwise identical to that of an uninterrupted run.
 
 Starting Python and importing JAX takes seconds. Therefore this process imports everything, does not start JAX's
 backend, and forks a child process for every attempt. The compilation cache is in FOLDER.
@@ -39,6 +39,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from together import forgetting
 
 import fedjax_drift as fd
 from fedjax_drift.simulation.loop import Loop
@@ -46,9 +47,10 @@ from fedjax_drift.storage import client_store, orbax_backend, saver
 
 EVERY, ROUNDS, FINAL = 2, 1_000_000, 6
 CHILD_SECONDS = 60
+WITHOUT_FILES = {"device": "device", "files": "device", "edges": "edges"}  # runs with the same results
 
 
-def simulation(bank: str) -> fd.Simulation:
+def simulation(kind: str, folder: Path) -> fd.Simulation:
     rng = np.random.default_rng(0)
     rows = [(rng.normal(size=(4, 3)).astype(np.float32), rng.integers(0, 2, 4)) for _ in range(5)]
     many = (
@@ -59,8 +61,12 @@ def simulation(bank: str) -> fd.Simulation:
     model = fd.Model(init=lambda key: jax.numpy.zeros((3, 2)), apply=lambda w, x: x @ w)
     data = data.shifted(fd.shift.gradual(1, 5, fd.shift.gaussian_noise(0.5)))
     algorithm = fd.compression.compressed(fd.algorithms.scaffold(), fd.compression.top_k(0.3))
-    markov, clock = fd.participation.markov(0.5, 0.1), fd.clock.asynchronous(4, "polynomial", max_staleness=2)
     devices = fd.Devices(speed_spread=0.5, up=100.0, down=200.0)
+    if kind == "edges":
+        edges, sources = fd.topology.groups([0, 1, 2, 0, 1], every=3), [forgetting(2)]
+        return fd.Simulation(model, data, algorithm, cohort_size=3, topology=edges, sources=sources, devices=devices)
+    markov, clock = fd.participation.markov(0.5, 0.1), fd.clock.asynchronous(4, "polynomial", max_staleness=2)
+    bank = str(folder / "bank") if kind == "files" else "device"
     return fd.Simulation(
         model, data, algorithm, cohort_size=2, participation=markov, bank=bank, clock=clock, devices=devices
     )
@@ -72,13 +78,13 @@ def fingerprint(state: fd.ServerState, history: list[dict]) -> str:
         state.clients.gather(np.arange(5)) if isinstance(state.clients, client_store.ClientStore) else state.clients
     )
     leaves = jax.tree.leaves(
-        jax.device_get((state.round, jax.random.key_data(state.key), state.server, state.clock, clients))
+        jax.device_get((state.round, jax.random.key_data(state.key), state.server, state.sources, clients))
     )
     told = [{name: value for name, value in record.items() if name != "seconds"} for record in history]
     return json.dumps([[leaf.tobytes().hex() for leaf in leaves], told])
 
 
-def child(folder: Path, bank: str, rounds: int, pipe: int) -> None:
+def child(folder: Path, kind: str, rounds: int, pipe: int) -> None:
     """Trains until round ``rounds``. Starts from the newest checkpoint if there is one."""
 
     def say(*words: object) -> None:
@@ -103,7 +109,7 @@ def child(folder: Path, bank: str, rounds: int, pipe: int) -> None:
         score(loop)
 
     saver.Saver._settle, saver.Saver._write, Loop._score = settled, writing, scoring
-    sim = simulation(str(folder / "bank") if bank == "files" else bank)
+    sim = simulation(kind, folder)
     checkpoints = fd.Checkpoints(folder / "run", every=EVERY, seconds=None, keep=2)
     say("begun", 0)
     state, before = checkpoints.restore(sim) if checkpoints.rounds else (sim.init(jax.random.key(0)), [])
@@ -115,13 +121,13 @@ def child(folder: Path, bank: str, rounds: int, pipe: int) -> None:
     say("end", fingerprint(state, before + after))
 
 
-def attempt(folder: Path, bank: str, rounds: int, after: bytes = b"end", moment: float = 0.0) -> list[list[str]]:
+def attempt(folder: Path, kind: str, rounds: int, after: bytes = b"end", moment: float = 0.0) -> list[list[str]]:
     """Forks a child and kills it ``moment`` seconds after its first line ``after``. Returns the lines that it wrote."""
     read, write = os.pipe()
     if (pid := os.fork()) == 0:
         try:
             os.close(read)
-            child(folder, bank, rounds, write)
+            child(folder, kind, rounds, write)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -155,8 +161,8 @@ EARLY = [(b"begun", 0.5), (b"from", 0.1), (b"saving", 0.05)]
 class Life:
     """One run that is killed repeatedly."""
 
-    def __init__(self, folder: Path, bank: str) -> None:
-        self.folder, self.bank = folder, bank
+    def __init__(self, folder: Path, kind: str) -> None:
+        self.folder, self.kind = folder, kind
         self.known = 0  # the last round reported to the user, even if a kill has lost it
         self.complete = 0  # the round of the newest save that was reported as complete
         folder.mkdir()
@@ -174,7 +180,7 @@ class Life:
 
     def kill(self, moments: list[tuple[bytes, float]], counts: Counter[str]) -> None:
         after, most = random.choice(moments)
-        lines = attempt(self.folder, self.bank, ROUNDS, after, random.uniform(0, most))
+        lines = attempt(self.folder, self.kind, ROUNDS, after, random.uniform(0, most))
         assert "end" not in dict(lines)
         start = self._went_on(lines, counts)
         if "from" in dict(lines):
@@ -189,7 +195,7 @@ class Life:
         )  # fmt: skip
         counts["moments"] += 1
         counts[where] += 1
-        counts["in files"] += self.bank == "files"
+        counts["in files"] += self.kind == "files"
 
     @property
     def saved(self) -> bool:
@@ -197,7 +203,7 @@ class Life:
 
     def end(self, total: int, counts: Counter[str]) -> str:
         """Completes the run. Returns the fingerprint of its final state and history."""
-        lines = attempt(self.folder, self.bank, total)
+        lines = attempt(self.folder, self.kind, total)
         self._went_on(lines, counts)
         return dict(lines)["end"]
 
@@ -210,23 +216,23 @@ def main(folder: Path, moments: int) -> None:
     orbax_backend._handler_and_arguments()  # imports orbax before the first fork
     random.seed(0)
     counts: Counter[str] = Counter(most_lost=0)
-    lives = [Life(folder / bank, bank) for bank in ("device", "files")]
+    lives = [Life(folder / kind, kind) for kind in ("device", "files", "edges")]
     for life in lives:
-        for _ in range(moments // 3):
+        for _ in range(moments // 4):
             life.kill(LATE, counts)
 
     @functools.cache
-    def alone(total: int) -> str:
-        return Life(folder / f"alone-{total}", "device").end(total, Counter())
+    def alone(kind: str, total: int) -> str:
+        return Life(folder / f"alone-{kind}-{total}", kind).end(total, Counter())
 
     total = max(life.known for life in lives) + FINAL
-    same = [life.end(total, counts) == alone(total) for life in lives]
+    same = [life.end(total, counts) == alone(WITHOUT_FILES[life.kind], total) for life in lives]
     while counts["moments"] < moments:
         early = Life(folder / f"early-{counts['moments']}", "files")
         while not early.saved and counts["moments"] < moments:
             early.kill(EARLY, counts)
         first = max(FINAL, early.known)
-        same.append(early.end(first, counts) == alone(first))
+        same.append(early.end(first, counts) == alone("device", first))
     print(json.dumps({**counts, "rounds": total, "runs": len(same), "bitwise": all(same)}))
 
 

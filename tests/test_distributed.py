@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from together import ASKED_AT, ASYNCHRONOUS, ROUNDS, adapted, outcome, rows, simulate
+from together import ASKED_AT, ROUNDS, SOURCES, adapted, outcome, rows, simulate
 
 import fedjax_drift as fd
 from fedjax_drift import cli
@@ -73,8 +73,9 @@ def test_two_processes_with_two_devices_agree_with_one_process(tmp_path) -> None
     sim = simulate(rows(), shard_data=False)
     state, history = sim.run(sim.init(jax.random.key(0)), ROUNDS, 2, progress=False)
     assert_close(one["run"], outcome(sim, state, history))
-    late = simulate(rows(), shard_data=False, **ASYNCHRONOUS)
-    assert_close(one["asynchronous"], outcome(late, *late.run(late.init(jax.random.key(0)), ROUNDS, 2, progress=False)))
+    for name, source in SOURCES.items():
+        other = simulate(rows(), shard_data=False, **source)
+        assert_close(one[name], outcome(other, *other.run(other.init(jax.random.key(0)), ROUNDS, 2, progress=False)))
     assert one["cohort"] == [4, 11, 2]
     team = adapted(rows())
     alone = outcome(team, *team.run(team.init(jax.random.key(0)), 2, 0, progress=False))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import quadratics, thorough
+from small import quadratics
 
 import fedjax_drift as fd
 from fedjax_drift.errors import ConfigurationError
@@ -157,37 +157,9 @@ def test_numbers_of_a_source_are_arguments_of_the_program() -> None:
     assert params(sims[0], 1) != params(sims[1], 1)
 
 
-PLACES: dict[str, dict[str, Any]] = {
-    "two devices": {"lanes": 1},
-    "sharded": {"lanes": 1, "bank": "sharded", "shard_data": True},
-    "host": {"bank": "host", "stream": True},
-    "lanes": {"lanes": 2},
-}
-
-
 def everything() -> list[Source]:
     brighter = Source("brighter", example=lambda key, t, client, x, y: (x + 0.1 * t, y))
     return [forgetting(3), flipping(0.5), drifting(1e-3), brighter]
-
-
-@pytest.mark.parametrize("place", ["host", *(thorough(place) for place in PLACES if place != "host")])
-def test_placements_resumed_runs_and_sweeps_do_not_change_results(place, tmp_path) -> None:
-    def finished(**options: Any) -> fd.ServerState:
-        sim = contract_simulation(fd.algorithms.scaffold(), sources=everything(), **options)
-        return sim.run(sim.init(jax.random.key(1)), 4, eval_every=2, progress=False)[0]
-
-    plain = finished()
-    options = PLACES[place] | ({} if place in ("host", "lanes") else {"mesh": fd.clients_mesh(jax.devices()[:2])})
-    other = finished(**options)
-    for a, b in zip(*map(jax.tree.leaves, ((plain.server, plain.sources), (other.server, other.sources))), strict=True):
-        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
-    sim = contract_simulation(fd.algorithms.scaffold(), sources=everything(), **options)
-    checkpoints = fd.Checkpoints(tmp_path / "run", every=2)
-    sim.run(sim.init(jax.random.key(1)), 2, eval_every=2, progress=False, checkpoints=checkpoints)
-    sim = contract_simulation(fd.algorithms.scaffold(), sources=everything(), **options)
-    state, _ = checkpoints.restore(sim)
-    resumed, _ = sim.run(state, 2, eval_every=2, progress=False)
-    jax.tree.map(np.testing.assert_array_equal, (resumed.server, resumed.sources), (other.server, other.sources))
 
 
 def test_a_sweep_over_a_number_of_a_source() -> None:
@@ -243,7 +215,7 @@ VALUES: dict[str, list[dict[str, Any]]] = {
         {"topology": fd.topology.groups([0, 1, 1, 0, 2, 1], every=2)},
         {"topology": fd.topology.graph(fd.topology.ring(6)), "cohort_size": 6},
     ],
-    "own": [{"sources": [forgetting(3)]}, {"sources": [drifting(1e-3)]}],
+    "own": [{"sources": everything()}, {"sources": [fd.compression.downlink(fd.compression.top_k(0.5))]}],
 }
 
 
@@ -299,6 +271,47 @@ EXCLUDED = {
     ("aggregation", "topology", 1),
     ("topology", "own", 1),
 }
+
+
+# --- placements, resumed runs and sweeps of every source --------------------------------------------------------------
+
+PLACES: dict[str, dict[str, Any]] = {
+    "sharded": {"lanes": 1, "bank": "sharded", "shard_data": True, "mesh": fd.clients_mesh(jax.devices()[:2])},
+    "files": {"stream": True},
+    "sweep": {},
+}
+REFUSED = {("sharded", "redeal", 0), ("sharded", "redeal", 1)}  # the examples of a cohort are pooled
+QUICK = {("files", "own", 0), ("sharded", "topology", 0), ("sweep", "topology", 0)}
+PLACED = [
+    pytest.param(*case, id="{}, {}, {}".format(*case), marks=() if case in QUICK else pytest.mark.thorough)
+    for case in itertools.product(PLACES, VALUES, (0, 1))
+]
+
+
+@pytest.mark.parametrize(("place", "source", "which"), PLACED)
+def test_a_placement_a_resumed_run_and_a_sweep_do_not_change_a_source(place, source, which, tmp_path) -> None:
+    value, options, seeds = VALUES[source][which], PLACES[place], [1, 2]
+    if place == "files":
+        options = options | {"bank": str(tmp_path / "states")}
+    plain = combined(value, {"lanes": 1})
+    wanted = [plain.run(plain.init(jax.random.key(k)), 4, eval_every=0, progress=False)[0] for k in seeds]
+    if place == "sweep":
+        got = [run.state for run in plain.sweep(4, seeds, eval_every=0, progress=False)]
+    else:
+        try:
+            sim = combined(value, options)
+        except ConfigurationError as error:
+            assert (place, source, which) in REFUSED, str(error)
+            return
+        checkpoints = fd.Checkpoints(tmp_path / "run", every=2)
+        sim.run(sim.init(jax.random.key(1)), 2, eval_every=0, progress=False, checkpoints=checkpoints)
+        again = combined(value, options)
+        got = [again.run(checkpoints.restore(again)[0], 2, eval_every=0, progress=False)[0]]
+    assert (place, source, which) not in REFUSED
+    for one, other in zip(wanted, got, strict=False):
+        pairs = zip(*map(jax.tree.leaves, ((one.server, one.sources), (other.server, other.sources))), strict=True)
+        for a, b in pairs:
+            np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
 
 
 # --- the way down -----------------------------------------------------------------------------------------------------

@@ -217,35 +217,6 @@ def test_every_algorithm_runs_with_every_topology_or_says_why_not(name, kind) ->
     assert np.isfinite(next(iter(scores.values()))).any()
 
 
-PLACES: dict[str, dict[str, Any]] = {
-    "two devices": {"lanes": 1},
-    "sharded": {"lanes": 1, "bank": "sharded", "shard_data": True},
-    "host": {"bank": "host", "stream": True},
-    "lanes": {"lanes": 2},
-}
-
-
-@pytest.mark.parametrize("kind", ["groups", thorough("graph")])
-@pytest.mark.parametrize("place", ["sharded", *(thorough(place) for place in PLACES if place != "sharded")])
-def test_placements_and_resumed_runs_do_not_change_results(place, kind, tmp_path) -> None:
-    topology = T.groups(GROUPS, every=3) if kind == "groups" else T.graph(T.ring(N))
-
-    def simulation(**options: Any) -> fd.Simulation:
-        size = {} if kind == "groups" else {"cohort_size": N}
-        return contract_simulation(fd.algorithms.scaffold(), topology=topology, **size, **options)
-
-    plain = simulation(lanes=1)
-    wanted, _ = plain.run(plain.init(jax.random.key(1)), 4, eval_every=0, progress=False)
-    mesh = fd.clients_mesh(jax.devices()[: 1 if place in ("host", "lanes") else 2])
-    sim, checkpoints = simulation(**PLACES[place], mesh=mesh), fd.Checkpoints(tmp_path / "run", every=2)
-    sim.run(sim.init(jax.random.key(1)), 2, eval_every=0, progress=False, checkpoints=checkpoints)
-    again = simulation(**PLACES[place], mesh=mesh)
-    got, _ = again.run(checkpoints.restore(again)[0], 2, eval_every=0, progress=False)
-    pairs = zip(*map(jax.tree.leaves, ((wanted.server, wanted.sources), (got.server, got.sources))), strict=True)
-    for a, b in pairs:
-        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
-
-
 def test_bad_topologies() -> None:
     def message(make: Any, **options: Any) -> str:
         with pytest.raises(ConfigurationError) as error:

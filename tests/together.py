@@ -13,8 +13,10 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -23,7 +25,31 @@ from fedjax_drift.round import exchange
 
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # 20 clients of different sizes
 ROUNDS, ASKED_AT = 6, 3
-ASYNCHRONOUS = {"clock": fd.clock.asynchronous(15, max_staleness=3), "devices": fd.Devices(speed_spread=0.7, up=1e3)}
+EVERYONE = len(SIZES)
+
+
+@fd.sources.rule
+def forgetting(every: int) -> fd.sources.Source:
+    """A client does not report in every ``every``-th round in which it is selected."""
+
+    def select(selected: Any, cohort: fd.sources.Cohort, moment: fd.sources.Moment) -> fd.sources.Cohort:
+        return cohort.without((selected[cohort.clients.id] + 1) % every == 0)
+
+    def after(selected: Any, outcome: fd.sources.Outcome, moment: fd.sources.Moment) -> tuple[Any, dict]:
+        return selected.at[outcome.drawn].add(1, mode="drop"), {}
+
+    return fd.sources.Source("forgetting", lambda moment: jnp.zeros(moment.num_clients, int), select, after=after)
+
+
+SOURCES: dict[str, dict[str, Any]] = {
+    "asynchronous": {
+        "clock": fd.clock.asynchronous(15, max_staleness=3),
+        "devices": fd.Devices(speed_spread=0.7, up=1e3),
+    },
+    "groups": {"topology": fd.topology.groups([i % 3 for i in range(EVERYONE)], every=2), "dropout": 0.3},
+    "graph": {"topology": fd.topology.graph(fd.topology.torus(4, 5)), "cohort_size": EVERYONE, "dropout": 0.3},
+    "own": {"sources": [forgetting(2), fd.compression.downlink(fd.compression.top_k(0.5))]},
+}
 
 
 def rows() -> fd.FederatedData:
@@ -47,7 +73,7 @@ def outcome(sim: fd.Simulation, state: fd.ServerState, history: list) -> dict:
     """Returns the final state and the losses of a run, in a form that can be written as JSON."""
     read = jax.jit(lambda tree: tree, out_shardings=NamedSharding(sim.mesh, PartitionSpec()))
     clients = [np.asarray(a)[: len(SIZES)].tolist() for a in jax.tree.leaves(read(state.clients))]
-    server = [np.asarray(a).tolist() for a in jax.tree.leaves(state.server)]
+    server = [np.asarray(a).tolist() for a in jax.tree.leaves((state.server, state.sources.get("topology")))]
     losses = [[record["train_loss"], record.get("loss")] for record in history]
     return {"server": server, "clients": clients, "losses": losses}
 
@@ -81,8 +107,9 @@ def main() -> None:
     sim = simulate(own_rows_only(data, 2, folder), shard_data=True, bank="sharded")
     state, history = sim.run(sim.init(key), ROUNDS, 2, progress=False)
     found["run"] = outcome(sim, state, history)
-    late = simulate(own_rows_only(data, 2, folder), shard_data=True, bank="sharded", **ASYNCHRONOUS)
-    found["asynchronous"] = outcome(late, *late.run(late.init(key), ROUNDS, 2, progress=False))
+    for name, source in SOURCES.items():
+        other = simulate(own_rows_only(data, 2, folder), shard_data=True, bank="sharded", **source)
+        found[name] = outcome(other, *other.run(other.init(key), ROUNDS, 2, progress=False))
     for size in (2, 4):  # a team per process, and one team of all devices
         team = adapted(data, devices_per_client=size)
         found[f"teams of {size}"] = outcome(team, *team.run(team.init(key), 2, 0, progress=False))
