@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, tree
 from fedjax_drift.devices.described import compiler_options
 from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import leaf_shardings, num_teams, shapes, team_size
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.round.exchange import back_and_forth
+from fedjax_drift.round.engine import summed_message
+from fedjax_drift.round.exchange import back_and_forth, longest_share
 from fedjax_drift.simulation.program_text import collectives, cycles_of_loop
 from fedjax_drift.simulation.programs import Programs
 from fedjax_drift.simulation.setup import Setup
@@ -188,3 +189,17 @@ def _bytes_on_one_device(tree: PyTree) -> int:
     """The bytes of arrays, or of shapes with shardings, on one device, without padding."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def device_traffic(setup: Setup) -> dict[str, int]:
+    """See `Simulation.device_traffic`."""
+    e, D = setup.engine, num_teams(setup.mesh)
+    G = -(-e.most_clients // (D * e.lanes))
+    row, update, surveyed = e.federation.row, setup.client_result(), e.exchanged.surveyed
+    times = (1 + e.sharded) * (1 + (e.algorithm.finish is not None))
+    share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
+    return {
+        "message sum": tree.nbytes((summed_message(e), update.weight, surveyed)),
+        "client states": times * (D - 1) * G * e.lanes * tree.nbytes(update.state),
+        "rows": (D - 1) * share * tree.nbytes(row),
+    }

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -20,28 +18,26 @@ from fedjax_drift import checks, reprs, tree
 from fedjax_drift.clock import Clock, Devices, asynchronous, synchronous
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.devices.mesh import num_teams, put, team_size
-from fedjax_drift.devices.processes import leads, spans_processes
-from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.devices.mesh import num_teams, team_size
+from fedjax_drift.devices.processes import leads
 from fedjax_drift.local import LocalTraining
-from fedjax_drift.measures import drift, personal
+from fedjax_drift.measures import drift
 from fedjax_drift.model import Model
 from fedjax_drift.participation import Participation
 from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation, mean
-from fedjax_drift.round.engine import summed_message
-from fedjax_drift.round.exchange import longest_share
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.sources import Source
-from fedjax_drift.simulation import validate
+from fedjax_drift.simulation import evaluation, validate
 from fedjax_drift.simulation.asked import Asked
+from fedjax_drift.simulation.cohorts import Cohorts, checked_cohort, cohorts
 from fedjax_drift.simulation.executor import Executor, RunTrack
 from fedjax_drift.simulation.host import Fetched, prefetching
 from fedjax_drift.simulation.loop import Loop, Watch, attach_to
 from fedjax_drift.simulation.placement import Placement, at_round, moved
-from fedjax_drift.simulation.plan import Plan, plan_of
+from fedjax_drift.simulation.plan import Plan, device_traffic, plan_of
 from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
-from fedjax_drift.simulation.records import History, complaints, loss_message
+from fedjax_drift.simulation.records import History, complaints
 from fedjax_drift.simulation.selection import named_rule, rule_of
 from fedjax_drift.simulation.setup import Options, Setup, assemble
 from fedjax_drift.simulation.sources import check_sources
@@ -54,9 +50,6 @@ from fedjax_drift.storage.saver import saving
 from fedjax_drift.storage.specification import ON_DEVICES, Specification
 from fedjax_drift.topology import Topology, star
 from fedjax_drift.types import Algorithm, Params, Record, ServerState
-
-Cohorts = Sequence[Sequence[int | str]] | np.ndarray | jax.Array | Callable[[int], Any]
-"""The cohorts of many rounds. See `Simulation.run`."""
 
 
 class FlatOptions(TypedDict, total=False):
@@ -393,7 +386,7 @@ class Simulation:
             donated.
         """
         setup = self.setup
-        state, cohort = setup.admit(state), self._checked_cohort(cohort)
+        state, cohort = setup.admit(state), checked_cohort(setup, cohort)
         if setup.needs_host:
             if traced((state.key, cohort)):
                 what = "state and cohort must not be traced if examples or client states are kept on the host"
@@ -405,47 +398,6 @@ class Simulation:
         donate = setup.donate and not setup.states_on_host
         one_round = self.executor.one_round
         return self.executor.fitting(lambda: one_round(state, fetched, setup.measures, donate), state)
-
-    def _checked_cohort(self, cohort: Any, what: str = "cohort") -> jax.Array | None:
-        if cohort is None:
-            return None
-        if self.setup.options.clock.concurrency is not None:
-            what += " must be None with asynchronous rounds, whose clients are those that report next"
-            checks.refuse(what, checks.shown(cohort), "leave it out")
-        if self.participation.expected is not None:
-            reason = "which divides by the expected weight of the clients that it selects itself"
-            fix = "leave it out, or use another participation rule"
-            checks.refuse(f"{what} must be None with {self.participation.name}, {reason}", checks.shown(cohort), fix)
-        if traced(cohort):
-            return cohort
-        if isinstance(cohort, Sequence) and any(isinstance(client, str) for client in cohort):
-            cohort = [self.data.id_of(client) if isinstance(client, str) else client for client in cohort]
-        ids, capacity = validate.check_cohort(cohort, self.data.num_clients, what), self.setup.engine.capacity
-        if self.data.redeal not in (None, "evenly") and len(ids) > capacity:
-            fix = "pass a larger cohort_size to Simulation"
-            checks.refuse(f"{what} must have at most {capacity} clients with data.redealt(alpha)", len(ids), fix)
-        return put(ids, self.setup.everywhere) if spans_processes(self.mesh) else ids
-
-    def _cohorts(self, cohort: Cohorts | None, first: int, last: int) -> Callable[[int], Any]:
-        """Returns the function from a round in first..last-1 to its checked cohort, or to None if it is to be drawn."""
-        if cohort is None:
-            return lambda t: None
-
-        def checked(t: int, ids: Any) -> Any:
-            return self._checked_cohort(() if ids is None else ids, f"cohort, in round {t},")
-
-        if callable(cohort):
-            checks.function("cohort", cohort, "it maps a round to client ids", takes=1)
-            return lambda t: checked(t, cohort(t))
-        rows_missing = isinstance(cohort, str | bytes) or getattr(cohort, "ndim", 1) == 0
-        if rows_missing or not isinstance(cohort, Sequence | np.ndarray | jax.Array):
-            what = "cohort must be an array [rounds, clients] or a function of the round"
-            checks.refuse(what, checks.shown(cohort), "pass lambda t: ids, for example")
-        if len(cohort) < last:
-            fix = f"add rows, or pass rounds={max(0, len(cohort) - first)}"
-            checks.refuse(f"cohort must have a row for each of the rounds 0 to {last - 1}", f"{len(cohort)} rows", fix)
-        rows = {t: checked(t, cohort[t]) for t in range(first, last)}  # before anything is compiled
-        return rows.__getitem__
 
     # --- many rounds --------------------------------------------------------------------------------------------------
 
@@ -531,7 +483,7 @@ class Simulation:
         setup = self.setup
         state = setup.admit(state)
         first, last = int(state.round), int(state.round) + asked.rounds
-        cohort_of = self._cohorts(cohort, first, last)
+        cohort_of = cohorts(setup, cohort, first, last)
         single = setup.one_round_a_program or cohort is not None
         schedule = asked.schedule([setup], last, checkpoints, single)
         fetching: Any = nullcontext(lambda t, state: Fetched(setup.arrays, cohort_of(t)))
@@ -615,16 +567,7 @@ class Simulation:
         Raises:
           ValueError: a measure needs a test set or labels that the data do not have.
         """
-        setup = self.setup
-        measures = drift.chosen(names, setup.engine, setup.streamed)
-        if not measures:
-            return {}
-        state, cohort = setup.admit(state), self._checked_cohort(cohort)
-        fetched = Fetched(setup.arrays, cohort)
-        if setup.needs_host:
-            fetched = self.executor.fetch(self.executor.selects_from(state), cohort)
-        state = self.executor.with_states(state, fetched)
-        return self.executor.launch_round("measure", measures, state, fetched.arrays, fetched.cohort)
+        return evaluation.measure(self.executor, state, names, cohort)
 
     def evaluate(self, state: ServerState) -> dict[str, float]:
         """Evaluates the global model on the test set.
@@ -636,12 +579,7 @@ class Simulation:
         Warns if the loss is not finite, or if only the clients have running statistics (``statistics="local"``). Raises
         ValueError if there is no test set.
         """
-        state = self.setup.admit(state)
-        validate.warn_of_initial_statistics([self.model])
-        scores = jax.tree.map(lambda v: v if traced(v) else float(v), self.executor.scores(state))
-        if isinstance(scores["loss"], float) and not math.isfinite(scores["loss"]):
-            checks.warn(loss_message(f"{scores['loss']} after {int(state.round)} rounds"), RuntimeWarning)
-        return scores
+        return evaluation.evaluate(self.executor, state)
 
     def evaluate_clients(
         self, state: ServerState, fine_tune: LocalTraining | int | None = None
@@ -671,51 +609,14 @@ class Simulation:
           ValueError: the test set is not split by client. (Natural partitions, ``test_clients=`` and
             `FederatedData.with_client_tests` split it.)
         """
-        sizes = self.data.test_sizes
-        if sizes is None:
-            raise ConfigurationError(
-                "the test set is not split by client: build the data with test_clients= or test_parts=, or use "
-                "data.with_client_tests(), which gives each client test examples with its label mix"
-            )
-        if fine_tune is not None and not isinstance(fine_tune, LocalTraining):
-            fix = "pass a number of epochs, or a fd.LocalTraining; None means no fine-tuning"
-            fine_tune = replace(self.local, steps=None, epochs=checks.integer("fine_tune", fine_tune, 1, fix=fix))
-        state = self.setup.admit(state)
-        client = np.repeat(np.arange(len(sizes)), sizes)
-        test = self.executor.test_of_clients(state.round)
-        rows, _ = self.executor.launch_scoring("evaluate_rows", state.params, test)
-        flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
-        sums = {name: np.bincount(client, values, len(sizes)) for name, values in flat.items()}
-        if fine_tune is not None or self._has_own_models:
-            sums |= {f"personal_{name}": total for name, total in self._personal_scores(state, fine_tune).items()}
-        with np.errstate(invalid="ignore"):
-            scores = {name: total / sizes for name, total in sums.items()}
-        for name in scores.keys() & {"loss", "personal_loss"}:
-            if len(bad := np.flatnonzero((sizes > 0) & ~np.isfinite(scores[name]))):
-                got = f"a {name} of {scores[name][bad[0]]} for client {bad[0]}, one of {len(bad)} such clients"
-                checks.warn(loss_message(got), RuntimeWarning)
-        return scores
+        return evaluation.evaluate_clients(self.executor, state, fine_tune)
 
     def evaluate_receivers(self, state: ServerState) -> dict[str, np.ndarray]:
         """Evaluates the model of each receiver of a topology on the test set: edge servers, or the clients of a graph.
 
         Returns the scores of `evaluate`, float [R] each. Without a topology, R is 1.
         """
-        state = self.setup.admit(state)
-        if self.setup.engine.receivers is None:
-            each = jax.tree.map(lambda a: a[None], state.params)
-        else:
-            each = state.sources["topology"].each.params
-        test, R = self.executor.test(state.round), len(jax.tree.leaves(each)[0])
-        models = (jax.tree.map(lambda a, r=r: a[r], each) for r in range(R))
-        scores = [jax.device_get(self.executor.launch_scoring("evaluate", model, test)) for model in models]
-        return {name: np.array([of_one[name] for of_one in scores]) for name in scores[0]}
-
-    @property
-    def _has_own_models(self) -> bool:
-        """Whether clients have models of their own, or that of their receiver in a topology."""
-        engine = self.setup.engine
-        return engine.algorithm.personal is not None or engine.receivers is not None
+        return evaluation.evaluate_receivers(self.executor, state)
 
     def personal_params(self, state: ServerState, client: int | str) -> Params:
         """Returns the parameters of the model that one client uses itself, which `evaluate_clients` evaluates.
@@ -728,42 +629,7 @@ class Simulation:
           state: from `init` or an earlier round.
           client: an id in 0..N-1, or a client name.
         """
-        state = self.setup.admit(state)
-        i = self.data.id_of(client) if isinstance(client, str) else client
-        i = checks.integer("client", i, 0, self.data.num_clients - 1)
-        if not self._has_own_models:
-            return state.params
-        executor = self.executor
-        fetched = executor.host.fetch(np.array([i], np.int32), None)
-
-        def call() -> Params:
-            now = executor.with_states(state, fetched)
-            return executor.programs.personal_models()(now, fetched.arrays.rows, fetched.cohort)
-
-        return jax.tree.map(lambda leaf: leaf[0], executor.fitting(call, state))
-
-    def _personal_scores(self, state: ServerState, local: LocalTraining | None) -> dict[str, np.ndarray]:
-        """Returns the scores of each client's own model, summed over its test examples, [N].
-
-        local: the local training of the fine-tuning; None: without fine-tuning.
-        """
-        setup, executor = self.setup, self.executor
-        if local is not None:
-            validate.check_local(local, state.params, setup.engine.federation.max_size)
-            validate.check_augment(local, self.data, setup.engine.federation.decode)
-        if setup.engine.algorithm.personal is None:
-            state = state._replace(server=personal.GlobalModel(state.params), clients=())
-        chunks = []
-        for ids, tests in personal.chunks(self.data):
-            fetched = executor.host.fetch(ids, None, local)
-            now, tests = executor.with_states(state, fetched), put(tests, setup.everywhere)
-
-            def call(now: Any = now, fetched: Fetched = fetched, tests: Any = tests) -> dict[str, jax.Array]:
-                program = executor.programs.personal(local, self.data.sizes, setup.eval_batch_size)
-                return program(now, fetched.arrays.rows, fetched.cohort, tests)
-
-            chunks.append(jax.device_get(executor.fitting(call, now)))
-        return {name: np.concatenate([sums[name] for sums in chunks])[: self.data.num_clients] for name in chunks[0]}
+        return evaluation.personal_params(self.executor, state, client)
 
     def plan(self) -> Plan:
         """Compiles a round, and returns what it needs: memory, collective operations, and seconds to compile.
@@ -790,16 +656,7 @@ class Simulation:
         - "rows": the bytes that each device sends with ``shard_data=True``, otherwise 0. Each device sends
           D - 1 buffers. The size of a buffer is an upper bound on the examples of the clients that one device trains.
         """
-        e, D = self.setup.engine, num_teams(self.mesh)
-        G = -(-e.most_clients // (D * e.lanes))
-        row, update, surveyed = e.federation.row, self.setup.client_result(), e.exchanged.surveyed
-        times = (1 + e.sharded) * (1 + (e.algorithm.finish is not None))
-        share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
-        return {
-            "message sum": tree.nbytes((summed_message(e), update.weight, surveyed)),
-            "client states": times * (D - 1) * G * e.lanes * tree.nbytes(update.state),
-            "rows": (D - 1) * share * tree.nbytes(row),
-        }
+        return device_traffic(self.setup)
 
     def communication(self) -> dict[str, int]:
         """The former name of `device_traffic`."""
