@@ -19,10 +19,13 @@ import pytest
 from small import thorough
 
 import fedjax_drift as fd
+from fedjax_drift.simulation.executor import Executor
 from fedjax_drift.simulation.sweep import Run, grid, sweep
+from fedjax_drift.simulation.track import Track
+from fedjax_drift.simulation.turns import Planned, turns
 
 FEATURES, CLASSES = 6, 4
-MODULE, TURNS = import_module("fedjax_drift.simulation.sweep"), import_module("fedjax_drift.simulation.turns")
+MODULE = import_module("fedjax_drift.simulation.sweep")
 
 
 @pytest.fixture(scope="module")
@@ -296,8 +299,7 @@ def test_an_evaluation_that_fails_keeps_its_error_the_rounds_and_the_states(data
         return {"loss": loss}
 
     sim = simulate(data, devices=1)
-    monkeypatch.setattr(TURNS.TurnTrack, "score", failed)
-    monkeypatch.setattr(sim.executor, "scores", failed)
+    monkeypatch.setattr(Track, "score", failed)
     with pytest.raises(RuntimeError, match="Array has been deleted") as raised:
         if several:
             sim.sweep(20, range(2), eval_every=5, progress=False)
@@ -309,17 +311,17 @@ def test_an_evaluation_that_fails_keeps_its_error_the_rounds_and_the_states(data
 
 @pytest.mark.thorough
 def test_fewer_runs_train_side_by_side_if_memory_is_too_small(data, monkeypatch) -> None:
-    launch = TURNS.launch
+    launch = Executor.launch
 
-    def small(mesh, program, values, *rest):
-        if len(values[0]) > 2:
+    def small(executor, *arguments):
+        if executor.turn.layout.size > 2:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        return launch(mesh, program, values, *rest)
+        return launch(executor, *arguments)
 
     def build(lr):
         return simulate(data, devices=1, local=local(lr=lr))
 
-    monkeypatch.setattr(TURNS, "launch", small)
+    monkeypatch.setattr(Executor, "launch", small)
     with pytest.warns(UserWarning, match="5 runs side by side do not fit in a device's memory, continuing with 2"):
         runs = quietly(build, 1, settings=grid(lr=[0.1, 0.2, 0.3, 0.4, 0.5]), eval_every=0, together=5)
     assert_as_alone(build, runs[3:4], 1, 1e-5, eval_every=0)
@@ -341,8 +343,6 @@ BAD = {
     r'on_nonfinite must be "keep" or "drop_client" in a sweep, got "raise"': {
         "settings": [{"other": {"on_nonfinite": "raise"}}]
     },
-    r"stream must be False in a sweep, got a simulation that streams": {"settings": [{"other": {"stream": True}}]},
-    r"bank must be \"device\" in a sweep, got 'host'": {"settings": [{"other": {"bank": "host"}}]},
 }
 
 
@@ -371,8 +371,8 @@ def test_an_augmentation_may_be_created_in_every_call_of_build() -> None:
 
 def tracks_of(build, settings) -> list:
     """Returns the tracks, each with a program of its own, of one seed of each setting."""
-    planned = [TURNS.Planned(0, setting, build(**setting).setup) for setting in settings]
-    return TURNS.tracks(planned, most=len(planned), constant=False)
+    planned = [Planned(0, setting, build(**setting).setup, specification=dict) for setting in settings]
+    return turns(planned, most=len(planned), constant=False)
 
 
 @pytest.mark.thorough
@@ -470,6 +470,35 @@ def test_a_stopped_sweep_resumes_with_bitwise_identical_results(data, ends, tmp_
     # Each run has its own checkpoints.
     state, history = fd.Checkpoints(tmp_path / "lr=0.2-seed-5").restore(build(0.2))
     assert int(state.round) == 9 and told(whole)[1] == [{k: v for k, v in r.items() if k != "seconds"} for r in history]
+
+
+PLACES = {
+    "streamed": {"stream": True},
+    "host": {"bank": "host"},
+    "files": {"bank": "states", "stream": True},
+    "sharded": {"bank": "sharded", "shard_data": True},
+}
+
+
+@pytest.mark.parametrize("place", [thorough("streamed"), thorough("host"), "files", thorough("sharded")])
+def test_a_sweep_of_runs_whose_data_are_elsewhere_is_stopped_and_resumed(data, place, tmp_path) -> None:
+    """Each run trains in a program of its own, and has a folder of its own for client states in files."""
+
+    def elsewhere(lr: float) -> fd.Simulation:
+        options: dict = PLACES[place] | ({"bank": tmp_path / "states"} if place == "files" else {})
+        return saving(data, lr, **options)
+
+    options = {"seeds": [0, 1], "settings": grid(lr=[0.1, 0.2]), "eval_every": 2, "checkpoints": tmp_path / "runs"}
+    quietly(elsewhere, 2, **options)
+    runs = quietly(elsewhere, 5, **options)
+    if place == "files":
+        names = {f"lr={lr}-seed-{seed}" for lr in (0.1, 0.2) for seed in (0, 1)}
+        assert {folder.name for folder in (tmp_path / "states").iterdir()} == names
+    for run in runs:
+        sim = saving(data, **run.setting)
+        state, history = sim.run(sim.init(jax.random.key(run.seed)), 5, eval_every=2, progress=False)
+        for got, wanted in ((run.state.server, state.server), (run.history, history)):
+            jax.tree.map_with_path(close(1e-5), got, wanted)
 
 
 def test_a_sweep_resumes_if_a_run_lacks_the_newest_checkpoint(data, tmp_path) -> None:

@@ -42,10 +42,10 @@ class Asked:
     progress: Annotated[Flag, Fix("None: in a terminal or a notebook")] | None
     until: Rule | None
 
-    def schedule(self, setups: Iterable[Setup], last: int, checkpoints: Checkpoints | None, single: bool) -> Schedule:
+    def schedule(self, setups: Iterable[Setup], last: int, checkpoints: Checkpoints | None) -> Schedule:
         """Returns the schedule of runs of these simulations until round ``last``.
 
-        single: whether a program runs only one round. Raises ConfigurationError if ``until`` gets no evaluations.
+        Raises ConfigurationError if ``until`` gets no evaluations.
         """
         setups = list({id(setup): setup for setup in setups}.values())
         tested = [setup for setup in setups if setup.data.x_test is not None]
@@ -60,5 +60,5 @@ class Asked:
             eval_every=self.eval_every if tested else 0,
             measure_every=self.measure_every if any(setup.measures for setup in setups) else 0,
             save_every=(checkpoints.every or 0) if checkpoints is not None else 0,
-            one_round_a_program=single,
+            one_round_a_program=False,  # `runner.train` knows
         )

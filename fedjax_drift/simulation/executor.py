@@ -1,15 +1,10 @@
-"""Runs the compiled programs of a simulation, and replaces them if they fail for one of two reasons.
-
-- A round does not fit in a device's memory: the `Executor` halves L, the number of clients that are trained side by
-  side (vmap) on one device.
-- An algorithm uses a hyper-parameter in a way that JAX cannot trace: the `Executor` makes the hyper-parameters
-  constants of the programs.
-"""
+"""Runs the compiled programs of a simulation, of one run or of several, and replaces them if they fail (`fitting`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,11 +15,15 @@ from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import copied, leaf_shardings, put
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.measures.measure import Measure, nan_allowed
-from fedjax_drift.round.arrays import Rows, TestRows
-from fedjax_drift.round.evaluate import after, server_scores
+from fedjax_drift.round import rows
+from fedjax_drift.round.arrays import Arrays, Rows, TestRows
+from fedjax_drift.round.engine import Engine
+from fedjax_drift.round.evaluate import after, server_scores, shifted
 from fedjax_drift.simulation import validate
+from fedjax_drift.simulation.description import title
+from fedjax_drift.simulation.fitting import UNTRACEABLE, fitting, traceable
 from fedjax_drift.simulation.host import Fetched, Host
-from fedjax_drift.simulation.loop import rounds_of_one
+from fedjax_drift.simulation.layout import Turn
 from fedjax_drift.simulation.placement import on_host
 from fedjax_drift.simulation.programs import Programs
 from fedjax_drift.simulation.records import nonfinite_message
@@ -32,47 +31,36 @@ from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.types import ServerState
 
-UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)  # JAX raises these for a tracer instead of a constant
-
-
-def out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
-    return "RESOURCE_EXHAUSTED" in str(error)
-
 
 class Executor:
-    """Runs the programs of one `Setup`."""
+    """Runs the programs of one `Setup`. turn: the runs that they train together; None: one run."""
 
-    def __init__(self, setup: Setup, description: Callable[[], str]) -> None:
-        self.setup = setup
-        self.programs = Programs(setup.engine, setup.model, setup.states_on_host)
+    def __init__(self, setup: Setup, turn: Turn | None = None, constant: bool = False) -> None:
+        self.setup, self.turn, self.arrays = setup, turn, _arrays(setup, turn)
+        self.programs = Programs(_engine(setup, turn), setup.model, setup.states_on_host, constant, turn)
         self.host = Host(setup)
-        self._description = description
         self._fits = False  # whether a round has run with the current number of lanes
 
     def use_lanes(self, lanes: int) -> None:
         self.setup = self.setup.with_lanes(lanes)
-        self.programs = replace(self.programs, engine=self.setup.engine)
+        self.programs = replace(self.programs, engine=_engine(self.setup, self.turn))
         self._fits = False
 
-    def use_constants(self) -> None:
+    def use_constants(self) -> bool:
+        """Makes the hyper-parameters constants of the programs. Returns False if they are, or if runs that share a
+        program may have different ones."""
+        if self.programs.constant or self.turn is not None:
+            return False
         self.programs = replace(self.programs, constant=True)
+        return True
 
     def launch(self, name: str, *arguments: Any) -> Any:
         """Calls the program of this name."""
-        return self._traceable(lambda: self.programs.launch(name, *arguments))
+        return traceable(lambda: self.programs.launch(name, *arguments), self.use_constants)
 
     def launch_scoring(self, name: str, *arguments: Any) -> Any:
         """Calls the evaluation of this name."""
-        return self._traceable(lambda: self.programs.launch_scoring(name, *arguments))
-
-    def _traceable(self, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except UNTRACEABLE:
-            if self.programs.constant:
-                raise
-        self.use_constants()  # the algorithm uses a hyper-parameter in an ``if``, for example
-        return call()
+        return traceable(lambda: self.programs.launch_scoring(name, *arguments), self.use_constants)
 
     def launch_round(self, name: str, measures: tuple[Measure, ...], *arguments: Any) -> Any:
         """Calls a program that runs rounds with drift measures."""
@@ -91,9 +79,9 @@ class Executor:
 
     def test(self, rounds: Any) -> TestRows:
         """The test set after this number of rounds."""
-        if self.setup.arrays.test is None:
+        if self.arrays.test is None:
             checks.refuse("evaluating needs a test set", "none", "pass test=(x, y) to FederatedData.from_clients")
-        return after(self.setup.engine, self.setup.arrays.test, rounds)
+        return after(self.setup.engine, self.arrays.test, rounds)
 
     def test_of_clients(self, rounds: Any) -> TestRows:
         """The same, if the test examples of a client are shifted like its training examples."""
@@ -106,12 +94,12 @@ class Executor:
         ids, numbers = (put(a.astype(np.int32).reshape(test.owner.shape), test.owner.sharding) for a in (owner, number))
         return test._replace(owner=ids, number=numbers)
 
-    def scores(self, state: ServerState) -> dict[str, jax.Array]:
-        """Evaluates the global model on the test set.
+    def scores(self, state: ServerState, rounds: Any = None) -> dict[str, jax.Array]:
+        """Evaluates the global model on the test set. rounds: the round of the state, if it has a first axis of runs.
 
         FedDyn and FedDC also keep the mean of the cohort's models. Its scores are called ``client_mean_<name>``.
         """
-        test = self.test(state.round)
+        test = self.test(state.round if rounds is None else rounds)
         algorithm = self.setup.engine.algorithm
         return server_scores(lambda params: self.launch_scoring("evaluate", params, test), algorithm, state.server)
 
@@ -166,12 +154,12 @@ class Executor:
         setup = self.setup
 
         def call() -> tuple[ServerState, dict]:
-            if setup.can_be_refused:
+            if setup.can_be_refused and self.turn is None:  # the runs of a turn don't stop each other
                 return self.one_round(state, fetched, measures, donate=False)
             start = state if may_overwrite else copied(state, leaf_shardings(setup.shardings, state))
             if setup.needs_host or fetched.cohort is not None:
                 return self.one_round(start, fetched, measures, donate=True)
-            return self.launch_round("rounds", measures, start, setup.arrays, np.int32(n))
+            return self.launch_round("rounds", measures, start, fetched.arrays, np.int32(n))
 
         return self.fitting(call, state)
 
@@ -181,68 +169,49 @@ class Executor:
         If the programs do not fit in a device's memory, the number of lanes is halved, and ``call`` is called again.
         Raises MemoryError if that is impossible, for example because the failed program has overwritten the state.
         """
-        while True:
-            try:
-                result = call()
-                if not (self._fits or traced(result)):
-                    jax.block_until_ready(result)  # so that errors of the programs are raised here
-                    self._fits = True
-                return result
-            except jax.errors.JaxRuntimeError as error:
-                if not out_of_memory(error):
-                    raise
-                lanes = self.setup.engine.lanes
-                leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
-                lost = any(leaf.is_deleted() for leaf in leaves)
-                if lanes == 1:
-                    kept = "the state was donated to it, and is lost" if lost else "the state is still valid"
-                    raise MemoryError(
-                        f"a round of {self._description()} does not fit in a device's memory even with 1 lane: use a "
-                        f'smaller model, batch_size or cohort_size, or stream=True, or bank="host"; {kept}'
-                    ) from error
-                if lost:
-                    raise MemoryError(
-                        f"{lanes} lanes do not fit in a device's memory, and the state was donated to the round that "
-                        f"failed: resume from an earlier state with lanes={lanes // 2}"
-                    ) from error
-                if spans_processes(self.setup.mesh):  # the other processes may have enough memory
-                    raise MemoryError(
-                        f"{lanes} lanes do not fit in a device's memory: lower lanes= (with several processes it is "
-                        "not halved automatically); the state is still valid"
-                    ) from error
-                checks.warn(f"{lanes} lanes do not fit in a device's memory: the run continues with {lanes // 2}")
-                self.use_lanes(lanes // 2)
+
+        def launched() -> Any:
+            result = call()
+            if not (self._fits or traced(result)):
+                jax.block_until_ready(result)  # so that errors of the programs are raised here
+                self._fits = True
+            return result
+
+        return fitting(launched, partial(self._halve_lanes, state))
+
+    def _halve_lanes(self, state: ServerState, error: jax.errors.JaxRuntimeError) -> None:
+        """Halves the number of lanes after a program with this state didn't fit in a device's memory."""
+        if self.turn is not None and self.turn.layout.per_device > 1:
+            raise error  # a sweep first trains fewer runs side by side
+        lanes = self.setup.engine.lanes
+        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
+        if lanes == 1:
+            kept = "the state was donated to it, and is lost" if lost else "the state is still valid"
+            raise MemoryError(
+                f"a round of {title(self.setup)} does not fit in a device's memory even with 1 lane: use a "
+                f'smaller model, batch_size or cohort_size, or stream=True, or bank="host"; {kept}'
+            ) from error
+        if lost:
+            raise MemoryError(
+                f"{lanes} lanes do not fit in a device's memory, and the state was donated to the round that "
+                f"failed: resume from an earlier state with lanes={lanes // 2}"
+            ) from error
+        if spans_processes(self.setup.mesh):  # the other processes may have enough memory
+            raise MemoryError(
+                f"{lanes} lanes do not fit in a device's memory: lower lanes= (with several processes it is "
+                "not halved automatically); the state is still valid"
+            ) from error
+        checks.warn(f"{lanes} lanes do not fit in a device's memory: the run continues with {lanes // 2}")
+        self.use_lanes(lanes // 2)
 
 
-class RunTrack:
-    """The run of `Simulation.run` as a `Track` of the loop.
+def _engine(setup: Setup, turn: Turn | None) -> Engine:
+    """The engine of the programs."""
+    return setup.engine if turn is None else turn.layout.inside(setup.engine)
 
-    fetch: ``fetch(t, state)`` returns what round t, which starts with ``state``, needs from the host. stacked: whether
-    a program may run several rounds.
-    """
 
-    def __init__(
-        self, executor: Executor, state: ServerState, fetch: Callable[[int, ServerState], Fetched], stacked: bool
-    ) -> None:
-        self.executor, self.state, self.runs = executor, state, (0,)
-        self._fetch, self._stacked = fetch, stacked
-        self._may_overwrite = executor.setup.donate  # applies only to the first state
-
-    def prepare(self, t: int) -> None:
-        self._fetched = self._fetch(t, self.state)
-
-    def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
-        measures = self.executor.setup.measures if measured else ()
-        self.state, infos = self.executor.rounds(self.state, n, self._fetched, measures, self._may_overwrite)
-        self._may_overwrite = True
-        return infos
-
-    def score(self) -> dict[str, jax.Array]:
-        return self.executor.scores(self.state)
-
-    def rounds(self, n: int, infos: dict, scores: dict) -> Iterator[tuple[int, int, dict, dict]]:
-        for j, info, last in rounds_of_one(n, infos, scores, self._stacked):
-            yield 0, j, info, last
-
-    def states(self) -> Iterable[tuple[int, ServerState]]:
-        return [(0, self.state)]
+def _arrays(setup: Setup, turn: Turn | None) -> Arrays:
+    """The data set on the devices. If each device trains other runs, each evaluates on the whole test set."""
+    if turn is None or not turn.layout.apart:
+        return setup.arrays
+    return rows.place(setup.data, setup.mesh, "devices", setup.eval_batch_size, shifted(setup.engine), whole_test=True)

@@ -7,7 +7,7 @@ together, as in `Simulation.run`. Each device trains ``per_device`` runs of a tu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -98,3 +98,19 @@ class Layout(NamedTuple):
             return shard.data[lane]
 
         return jax.tree.map(leaf, tree)
+
+
+class Turn(NamedTuple):
+    """Runs that are trained together in one program, and what the program needs to know of each."""
+
+    layout: Layout
+    runs: tuple[int, ...]  # positions in the list of runs; the last turn may repeat its last run
+    numbers: PyTree  # the numbers of the engines, leaves [runs]
+    scoring: PyTree  # those that an evaluation uses, leaves [runs]
+    key: jax.Array  # [runs]
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Yields (index in the turn, run), without the indices that repeat a run."""
+        for place, run in enumerate(self.runs):
+            if run not in self.runs[:place]:
+                yield place, run

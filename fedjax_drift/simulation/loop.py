@@ -1,6 +1,6 @@
 """The loop behind `Simulation.run` and `sweep`: rounds, evaluations, records, checkpoints, and stopping.
 
-    track      the runs that advance together in one program: one run for `Simulation.run`, several for a sweep
+    track      the runs that advance together in one program, see `Track`
     flight     a program that has been dispatched, and whose results have not been fetched yet
     record     the entry of the history for one round of one run; it is made when the results have been fetched
 
@@ -13,13 +13,12 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_drift import checks
@@ -28,35 +27,11 @@ from fedjax_drift.devices.processes import agree, spans_processes
 from fedjax_drift.simulation.programs import MOST_ROUNDS
 from fedjax_drift.simulation.progress import Bar, Stop
 from fedjax_drift.simulation.records import History, record
+from fedjax_drift.simulation.track import Track
 from fedjax_drift.storage.saver import Savers
 from fedjax_drift.types import Record, ServerState
 
 CHUNK_SECONDS = 0.1  # the intended duration of a program of several rounds; Ctrl-C takes effect after about this time
-
-
-class Track(Protocol):
-    """Runs that advance together."""
-
-    state: Any  # the newest state of the runs
-
-    @property
-    def runs(self) -> Collection[int]:
-        """The numbers of the runs."""
-
-    def prepare(self, t: int) -> None:
-        """Waits for the data and client states that round t needs from the host."""
-
-    def advance(self, t: int, n: int, measured: bool) -> dict[str, jax.Array]:
-        """Dispatches n rounds from round t and returns their infos. measured: measure drift in the last round."""
-
-    def score(self) -> dict[str, jax.Array]:
-        """Dispatches the evaluation of the newest state."""
-
-    def rounds(self, n: int, infos: dict, scores: dict) -> Iterator[tuple[int, int, dict, dict]]:
-        """Yields (run, j, info, scores) for each round j < n of each run, from results on the host."""
-
-    def states(self) -> Iterable[tuple[int, ServerState]]:
-        """Returns (run, newest state) for each run."""
 
 
 class Flight(NamedTuple):
@@ -307,12 +282,3 @@ def attach_to(error: Exception, **results: Any) -> None:
     """Sets attributes of an exception, unless its type does not allow attributes."""
     with suppress(TypeError):
         vars(error).update(results)
-
-
-def rounds_of_one(
-    n: int, infos: dict[str, np.ndarray], scores: dict, stacked: bool
-) -> Iterator[tuple[int, dict, dict]]:
-    """Yields (j, info, scores) for each round j < n of one run. stacked: the arrays have a first axis of rounds."""
-    for j in range(n):
-        info = {name: values[j] for name, values in infos.items()} if stacked else infos
-        yield j, info, scores if j == n - 1 else {}

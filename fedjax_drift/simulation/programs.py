@@ -41,7 +41,7 @@ from fedjax_drift.round.evaluate import evaluate, evaluate_rows
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.initial import init
 from fedjax_drift.round.rehearsal import results
-from fedjax_drift.simulation.layout import Layout
+from fedjax_drift.simulation.layout import Layout, Turn
 from fedjax_drift.simulation.placement import frozen_parameters, shardings_of
 from fedjax_drift.types import Params, PyTree, Round, ServerState
 
@@ -84,15 +84,19 @@ class Programs:
     model: Model  # with the arrays of its frozen parameters, which the engine's model does not have
     one_state: bool  # whether `init` creates the state of one client only, because a client store keeps the states
     constant: bool = False  # whether hyper-parameters are constants of the programs instead of arguments
-    layout: Layout | None = None  # the runs of a sweep that the programs train; None: one run
+    turn: Turn | None = None  # the runs of a sweep that the programs train together; None: one run
 
     @cached_property
     def _split(self) -> tuple[recipes.Form, tuple[float, ...]]:
         return split(self.engine, self.constant)
 
+    @property
+    def layout(self) -> Layout | None:
+        return None if self.turn is None else self.turn.layout
+
     @cached_property
-    def _scoring_numbers(self) -> tuple[float, ...]:
-        return split(scoring(self.engine), self.constant)[1]
+    def _scoring_numbers(self) -> Numbers:
+        return split(scoring(self.engine), self.constant)[1] if self.turn is None else self.turn.scoring
 
     @cached_property
     def compiled(self) -> Compiled:
@@ -104,8 +108,10 @@ class Programs:
     @cached_property
     def numbers(self) -> Numbers:
         """The hyper-parameters, on the devices."""
+        if self.turn is not None:
+            return self.turn.numbers
         form, numbers = self._split
-        return numbers if self.layout else _placed(self.engine, numbers, form.private)
+        return _placed(self.engine, numbers, form.private)
 
     @cached_property
     def frozen(self) -> FrozenArrays:
@@ -115,16 +121,15 @@ class Programs:
     @property
     def mesh(self) -> Mesh:
         """The devices on which the programs run."""
-        return self.layout.mesh if self.layout else self.engine.mesh
+        return self.engine.mesh if self.turn is None else self.turn.layout.mesh
 
     def launch(self, name: str, *arguments: Any) -> Any:
         """Waits until the devices are ready, and calls the program of this name with the hyper-parameters."""
-        return launch(self.engine.mesh, getattr(self.compiled, name), self.numbers, self.frozen, *arguments)
+        return launch(self.mesh, getattr(self.compiled, name), self.numbers, self.frozen, *arguments)
 
-    def launch_scoring(self, name: str, *arguments: Any, numbers: Numbers | None = None) -> Any:
-        """Calls an evaluation. numbers: those of `scoring`. Default: those of the engine."""
-        numbers = self._scoring_numbers if numbers is None else numbers
-        return launch(self.mesh, getattr(self.compiled, name), numbers, self.frozen, *arguments)
+    def launch_scoring(self, name: str, *arguments: Any) -> Any:
+        """Calls an evaluation, with the hyper-parameters that it uses."""
+        return launch(self.mesh, getattr(self.compiled, name), self._scoring_numbers, self.frozen, *arguments)
 
     def select_on_host(self, state: ServerState, sizes: np.ndarray) -> tuple[jax.Array, jax.Array | None]:
         """Selects a round's clients on the device that has the state, and returns their ids and factors.

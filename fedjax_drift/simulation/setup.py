@@ -92,6 +92,16 @@ class Setup:
         return self.streamed or self.states_on_host
 
     @property
+    def in_files(self) -> bool:
+        """Whether client states are kept in files."""
+        return self.client_store not in (*ON_DEVICES, "host")
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether a sweep trains each run of this simulation in a program of its own."""
+        return self.needs_host or self.client_store == "sharded" or self.engine.rows_by_rank is not None
+
+    @property
     def can_be_refused(self) -> bool:
         """Whether a round may raise an exception after it was computed. The state before it must then stay valid."""
         full_disk = self.states_on_host

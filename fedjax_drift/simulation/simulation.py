@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -14,40 +12,36 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from fedjax_drift import checks, reprs, tree
+from fedjax_drift import checks
 from fedjax_drift.clock import Clock, Devices, asynchronous, synchronous
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
-from fedjax_drift.devices.mesh import num_teams, team_size
-from fedjax_drift.devices.processes import leads
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift
 from fedjax_drift.model import Model
 from fedjax_drift.participation import Participation
-from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation, mean
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.sources import Source
-from fedjax_drift.simulation import evaluation, validate
+from fedjax_drift.simulation import description, evaluation, starting
 from fedjax_drift.simulation.asked import Asked
 from fedjax_drift.simulation.cohorts import Cohorts, checked_cohort, cohorts
-from fedjax_drift.simulation.executor import Executor, RunTrack
-from fedjax_drift.simulation.host import Fetched, prefetching
-from fedjax_drift.simulation.loop import Loop, Watch, attach_to
-from fedjax_drift.simulation.placement import Placement, at_round, moved
+from fedjax_drift.simulation.executor import Executor
+from fedjax_drift.simulation.host import Fetched
+from fedjax_drift.simulation.loop import attach_to
+from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.plan import Plan, device_traffic, plan_of
-from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
-from fedjax_drift.simulation.records import History, complaints
+from fedjax_drift.simulation.progress import stop_on_interrupt
+from fedjax_drift.simulation.records import complaints
+from fedjax_drift.simulation.runner import Job, train
 from fedjax_drift.simulation.selection import named_rule, rule_of
 from fedjax_drift.simulation.setup import Options, Setup, assemble
 from fedjax_drift.simulation.sources import check_sources
 from fedjax_drift.simulation.sweep import Run, sweep
-from fedjax_drift.simulation.until import Until, ends, has_ended
+from fedjax_drift.simulation.track import alone
+from fedjax_drift.simulation.until import Until
 from fedjax_drift.storage.checkpoint import Checkpoints
-from fedjax_drift.storage.client_store import ClientStore
-from fedjax_drift.storage.identity import identity
-from fedjax_drift.storage.saver import saving
-from fedjax_drift.storage.specification import ON_DEVICES, Specification
+from fedjax_drift.storage.specification import Specification
 from fedjax_drift.topology import Topology, star
 from fedjax_drift.types import Algorithm, Params, Record, ServerState
 
@@ -146,7 +140,7 @@ class Simulation:
             failures, mean() if aggregation is None else aggregation, synchronous() if clock is None else clock,
             devices, placement, on_nonfinite, measure, check_sources(sources), star() if topology is None else topology,
         )  # fmt: skip
-        self.executor = Executor(assemble(given), self.__repr__)
+        self.executor = Executor(assemble(given))
 
     @property
     def setup(self) -> Setup:
@@ -180,24 +174,7 @@ class Simulation:
         An option of local training has the prefix "local_" if the algorithm has an option of the same name. Functions
         are left out, except for the name of the local optimizer.
         """
-        options, local = self.setup.options, dataclasses.asdict(self.local)
-        recipe = self.algorithm.recipe
-        of_algorithm = reprs.plain(recipe.arguments) if recipe else {}
-        if self.local.optimizer is not None:
-            local["optimizer"] = reprs.function_name(self.local.optimizer.update)
-        of_local = {f"local_{name}" if name in of_algorithm else name: value for name, value in local.items()}
-        data = {"data": self.data.name, "clients": self.data.num_clients, "cohort_size": options.cohort_size}
-        sampling = {**_settings_of(options.participation), "aggregation": self.aggregation.name}
-        failures = dataclasses.asdict(options.failures) if options.failures.any else {}
-        timing = {**_clock_of(options.clock), **(dataclasses.asdict(options.devices) if options.devices else {})}
-        if not options.topology.is_star:
-            timing["topology"] = options.topology.name
-        for source in options.sources:
-            arguments = reprs.plain(source.recipe.arguments) if source.recipe else {}
-            timing |= {source.name: True, **{f"{source.name}_{name}": value for name, value in arguments.items()}}
-        settings = {"algorithm": self.algorithm.name, **of_algorithm, **of_local, **data, **sampling, **failures}
-        settings |= timing
-        return {name: value for name, value in settings.items() if isinstance(value, bool | int | float | str)}
+        return description.settings(self.setup)
 
     @property
     def aggregation(self) -> Aggregation:
@@ -239,24 +216,7 @@ class Simulation:
     def specification(self) -> Specification:
         """A description of the simulation. Checkpoints and ``bank=`` folders store it to detect a different
         simulation."""
-        setup = self.setup
-        return Specification(
-            mesh=setup.mesh,
-            num_clients=setup.data.num_clients,
-            state=setup.state,
-            shardings=setup.shardings,
-            client_store=setup.client_store,
-            identity=identity(
-                setup.engine._replace(model=setup.model),
-                setup.options,
-                setup.on_nonfinite,
-                setup.client_store,
-                setup.state,
-                self.executor.computation(),
-            ),
-            admit=setup.admit,
-            reopen=self.reopen,
-        )
+        return starting.specification(self.executor)
 
     # --- one round ----------------------------------------------------------------------------------------------------
 
@@ -271,19 +231,7 @@ class Simulation:
         Raises:
           ValueError: ``key`` is not a JAX key, or ``params`` have other shapes than those of ``model.init``.
         """
-        key = validate.check_key(key)
-        validate.check_x64(self.setup.x64)
-        if params is not None:
-            tree.check_layout(params, self.setup.state.params, "params must be shaped like model.init's")
-        key, params = moved((key, params), self.setup.everywhere)
-        state = self.executor.launch("init", key, params, self.setup.arrays.sizes)
-        if not self.setup.states_on_host:
-            return state
-        self.setup.refuse_traced("key", state)
-        initial = jax.tree.map(lambda leaf: leaf[0], jax.device_get(state.clients))
-        folder = None if self.bank == "host" else self.bank
-        store = ClientStore.create(initial, self.data.num_clients, folder, self.specification.store_identity(state))
-        return state._replace(clients=store)
+        return starting.start(self.executor, key, params, lambda: self.specification)
 
     def reopen(self, state: ServerState, round: int | None = None, strict: bool = True) -> ServerState:  # noqa: A002
         """Returns ``state`` with the client states that are stored in the folder ``bank=``.
@@ -302,20 +250,7 @@ class Simulation:
           ValueError: the folder belongs to another federation, algorithm, model, key or round. The message lists the
             differences. Or a field of the state is missing.
         """
-        setup = self.setup
-        if self.bank in (*ON_DEVICES, "host"):
-            fix = "create the simulation with bank=path"
-            checks.refuse("bank must be a folder for reopen", f"bank={self.bank!r}", fix)
-        validate.check_state(state)
-        setup.check_rules(state)
-        what = "this state is of another algorithm, model or federation"
-        tree.check_layout(state._replace(clients=()), setup.state._replace(clients=()), what)
-        key, params = moved((state.key, state.params), setup.everywhere)
-        first = self.executor.launch("init", key, params, setup.arrays.sizes)
-        initial = jax.tree.map(lambda leaf: leaf[0], jax.device_get(first.clients))
-        store_identity = self.specification.store_identity(state)
-        store = ClientStore.open(self.bank, initial, self.data.num_clients, store_identity, round, strict)
-        return setup.admit(state._replace(clients=store))
+        return starting.reopen(self.executor, self.specification.identity, state, round, strict)
 
     def round_fn(
         self, state: ServerState, cohort: Sequence[int] | Sequence[str] | np.ndarray | jax.Array | None = None
@@ -483,38 +418,21 @@ class Simulation:
         setup = self.setup
         state = setup.admit(state)
         first, last = int(state.round), int(state.round) + asked.rounds
-        cohort_of = cohorts(setup, cohort, first, last)
-        single = setup.one_round_a_program or cohort is not None
-        schedule = asked.schedule([setup], last, checkpoints, single)
-        fetching: Any = nullcontext(lambda t, state: Fetched(setup.arrays, cohort_of(t)))
-        if setup.needs_host:
-            executor, start = self.executor, self.executor.selects_from(state)  # a copy, because the state is donated
-            fetching = nullcontext(lambda t, state: executor.fetch(state, cohort_of(t)))
-            if setup.selects_ahead or cohort is not None:
-                fetching = prefetching(lambda t: executor.fetch(at_round(start, t), cohort_of(t)), last)
+        given = None if cohort is None else cohorts(setup, cohort, first, last)
+        job = Job(
+            asked, asked.schedule([setup], last, checkpoints), [setup], self.algorithm.name,
+            complaints=lambda run, t, info, entry: complaints(t, info, entry, setup),
+            on_record=None if on_round is None else lambda run, entry: on_round(entry),
+            attach=lambda error, states, histories: attach_to(error, state=states[0], history=histories[0]),
+            checkpoints=[] if checkpoints is None else [checkpoints],
+            specifications=[] if checkpoints is None else [self.specification],
+        )  # fmt: skip
         with (
             stop_on_interrupt(terminate=checkpoints is not None) as stop,
-            nullcontext()
-            if checkpoints is None
-            else saving([checkpoints], [self.specification], [state], stop.held) as savers,
-            Bar(asked.rounds, self.algorithm.name, asked.progress if leads(self.mesh) else False) as bar,
-            fetching as fetch,
+            alone(self.executor, state, last, given) as track,
         ):
-            before = [] if savers is None else savers.before[0]
-            if until is not None and has_ended(until, before):
-                return state, History()
-            track = RunTrack(self.executor, state, fetch, stacked=not single)
-            watch = Watch(
-                lambda run, t, info, entry: complaints(t, info, entry, setup),
-                on_record=None if on_round is None else lambda run, entry: on_round(entry),
-                until=None if until is None else lambda run, history: ends(until, before + history),
-            )
-            loop = Loop([track], self.mesh, schedule, watch, bar, stop)
-            loop.savers, (history,) = savers, loop.histories
-            loop.run(first, lambda error, states: attach_to(error, state=states[0], history=history))
-        if loop.terminated or stop.terminated:
-            raise SystemExit(143)
-        return track.state, history
+            (state,), _, (history,) = train(job, [track], first, stop)
+        return state, history
 
     def sweep(
         self,
@@ -664,34 +582,7 @@ class Simulation:
         return self.device_traffic()
 
     def __repr__(self) -> str:
-        e, together = self.setup.engine, team_size(self.mesh)
-        teams = f"{_counted(num_teams(self.mesh), 'team')} of " if together > 1 else ""
-        number = together if teams else self.mesh.size
-        devices = _counted(number, f"{self.mesh.devices.flat[0].platform} device")
-        return (
-            f"Simulation({self.algorithm!r}, {self.data!r}, {self.local!r}, {e.cohort_size} clients a round"
-            f"{f' of {M} in flight' if (M := self.setup.options.clock.concurrency) else ''}, "
-            f"{_counted(e.lanes, 'lane')} on {teams}{devices})"
-        )
-
-
-def _settings_of(rule: Participation) -> dict[str, Any]:
-    """The settings of a participation rule: "sampling" for the two that have a short form, else with a prefix."""
-    if short := short_name(rule):
-        return {"sampling": short}
-    arguments = reprs.plain(rule.recipe.arguments) if rule.recipe else {}
-    return {"participation": rule.name, **{f"participation_{name}": value for name, value in arguments.items()}}
-
-
-def _clock_of(clock: Clock) -> dict[str, Any]:
-    """The settings of asynchronous rounds. {} if rounds are synchronous."""
-    if clock.concurrency is None:
-        return {}
-    return {"clock": clock.name, **(reprs.plain(clock.recipe.arguments) if clock.recipe else {})}
-
-
-def _counted(number: int, word: str) -> str:
-    return f"{number} {word}{'s' if number > 1 else ''}"
+        return description.title(self.setup)
 
 
 def _unexpected(name: str) -> str:

@@ -4,6 +4,8 @@ Runs that differ only in seeds and numbers (lr, mu, alpha, ...) share a compiled
 numbers. If there are at least as many such runs as devices, each device trains different runs. On an accelerator, the
 runs of a device are trained side by side (vmap). On a CPU, vmap is slower, so each device trains its runs one after
 another. The devices do not wait for each other during a round.
+
+Runs whose examples or client states are on the host, or sharded, train one after another, each on all devices.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
@@ -25,18 +27,20 @@ from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.simulation import validate
+from fedjax_drift.simulation import starting, validate
 from fedjax_drift.simulation.asked import Asked
-from fedjax_drift.simulation.executor import UNTRACEABLE, out_of_memory
-from fedjax_drift.simulation.loop import Loop, Watch, attach_to
+from fedjax_drift.simulation.executor import Executor
+from fedjax_drift.simulation.fitting import fitting, traceable
+from fedjax_drift.simulation.loop import attach_to
 from fedjax_drift.simulation.programs import split
-from fedjax_drift.simulation.progress import Bar, stop_on_interrupt
+from fedjax_drift.simulation.progress import stop_on_interrupt
 from fedjax_drift.simulation.records import SHOWN, History, complaints
+from fedjax_drift.simulation.runner import Job, train
 from fedjax_drift.simulation.setup import Setup
-from fedjax_drift.simulation.turns import Planned, Setting, side_by_side, tracks
-from fedjax_drift.simulation.until import Until, ends, has_ended
+from fedjax_drift.simulation.track import alone
+from fedjax_drift.simulation.turns import Planned, Setting, side_by_side, started, turns
+from fedjax_drift.simulation.until import Until
 from fedjax_drift.storage.checkpoint import Checkpoints, restore_together, split_by_run
-from fedjax_drift.storage.saver import saving
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.types import Params, Record, ServerState
 
@@ -181,8 +185,7 @@ def sweep(
       ValueError: one of these is the case:
 
         - The settings need more than 16 programs, or use different devices.
-        - The simulations need the host in every round (``stream=True``, ``bank=`` other than "device",
-          ``on_nonfinite="raise"``), or use ``shard_data=True`` or several processes.
+        - The simulations use several processes or ``on_nonfinite="raise"``.
         - The client states do not fit in the devices' memory.
         - The checkpoints belong to another sweep or have more rounds.
       MemoryError: a single run does not fit in a device's memory.
@@ -197,98 +200,118 @@ def sweep(
         checks.refuse("start must be None with checkpoints", "both", fix)
     all_seeds, all_settings = _check_seeds(seeds), _check_settings(build, settings)
     simulations = _build_all(build, all_settings)
-    planned = [
-        Planned(seed, setting, sim.setup)
-        for setting, sim in zip(all_settings, simulations, strict=True)
-        for seed in all_seeds
-    ]
+    planned, names = _planned(simulations, all_settings, all_seeds, saved=checkpoints is not None)
     _check_memory(planned)
     if params is not None:
         for sim in simulations:
             tree.check_layout(params, sim.setup.state.params, "params must be shaped like model.init's")
     states = None if start is None else _check_start(start, planned, params)
-    before: list[list[Record]] = [[] for _ in planned]  # the records of earlier sweeps
     each_checkpoints: list[Checkpoints] = []
-    specifications = [sim.specification for sim in simulations for _ in all_seeds] if checkpoints is not None else []
+    specifications = [plan.specification() for plan in planned] if checkpoints is not None else []
     if checkpoints is not None:
-        each_checkpoints = split_by_run(checkpoints, _names_of_runs(planned))
-        states, before = restore_together(each_checkpoints, specifications, asked.rounds)
+        each_checkpoints = split_by_run(checkpoints, names)
+        states, _ = restore_together(each_checkpoints, specifications, asked.rounds)
     first = 0 if states is None else int(states[0].round)
-    ended = {run for run, history in enumerate(before) if until is not None and has_ended(until, history)}
-    last = first if len(ended) == len(planned) else asked.rounds if each_checkpoints else first + asked.rounds
-    setups, saved = [sim.setup for sim in simulations], next(iter(each_checkpoints), None)
-    schedule = asked.schedule(setups, last, saved, single=False)
-    mesh, names = planned[0].setup.mesh, dict.fromkeys(setup.algorithm.name for setup in setups)
+    last = asked.rounds if each_checkpoints else first + asked.rounds
+    setups = [plan.setup for plan in planned]
 
     def runs_of(states: Sequence[Any], histories: Sequence[list[Record]]) -> list[Run]:
         return Runs(
-            Run(seed, setting, state, history, setup.algorithm.name)
-            for (seed, setting, setup), state, history in zip(planned, states, histories, strict=True)
+            Run(plan.seed, plan.setting, state, history, plan.setup.algorithm.name)
+            for plan, state, history in zip(planned, states, histories, strict=True)
         )
 
     def report(run: int, entry: Record) -> None:
         if on_round is not None:
             on_round(planned[run].seed, planned[run].setting, entry)
 
-    def run_ends(run: int, history: list[Record]) -> bool:
-        return until is not None and (run in ended or ends(until, before[run] + history))
-
-    watch = Watch(partial(_complaints, planned), report, until and run_ends)
+    job = Job(
+        asked, asked.schedule(setups, last, next(iter(each_checkpoints), None)), setups,
+        f"{', '.join(dict.fromkeys(setup.algorithm.name for setup in setups))}, {len(planned)} runs",
+        complaints=partial(_complaints, planned),
+        on_record=report,
+        attach=lambda error, states, histories: attach_to(error, runs=runs_of(states, histories)),
+        checkpoints=each_checkpoints,
+        specifications=specifications,
+        from_start=bool(each_checkpoints),
+    )  # fmt: skip
+    by_themselves = _started_alone(planned, params, states)
 
     def attempt(most: int, constant: bool) -> list[Run]:
         """Runs all rounds, with at most ``most`` runs side by side on a device."""
-        with Bar(last * len(planned), f"{', '.join(names)}, {len(planned)} runs", progress) as bar:
-            for entry in itertools.chain(*before):
-                bar.update(entry, restored=True)
-            turns = tracks(planned, most, constant)
-            loop = Loop(turns, mesh, schedule, watch, bar, stop)
-            for turn in turns:
-                turn.start(params, states)
-            savers: Any = nullcontext()
-            if each_checkpoints:
-                savers = saving(each_checkpoints, specifications, loop.states(), stop.held, back=True)
-            with savers as loop.savers:
-                loop.run(first, lambda error, states: attach_to(error, runs=runs_of(states, loop.histories)))
-        whole = [History(old + new) for old, new in zip(before, loop.histories, strict=True)]
-        return runs_of(loop.states(), whole)
+        with ExitStack() as stack:
+            tracks = [started(executor, params, states) for executor in turns(planned, most, constant)]
+            for run, (executor, state) in by_themselves.items():
+                tracks.append(stack.enter_context(alone(executor, state, last, run=run)))
+            newest, before, histories = train(job, tracks, first, stop)
+        return runs_of(newest, [History(old + new) for old, new in zip(before, histories, strict=True)])
 
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
     with stop_on_interrupt(terminate=bool(each_checkpoints)) as stop:
-        runs = _fitting(attempt, planned, together if isinstance(together, int) else 1 if on_cpu else len(planned))
-    if stop.terminated:
-        raise SystemExit(143)
-    return runs
+        return _fitting(attempt, planned, _most(together, planned))
+
+
+def _most(together: int | str, planned: Sequence[Planned]) -> int:
+    """The largest number of runs that a device trains side by side."""
+    on_cpu = planned[0].setup.mesh.devices.flat[0].platform == "cpu"
+    return side_by_side(planned, together if isinstance(together, int) else 1 if on_cpu else len(planned))
 
 
 def _fitting(attempt: Callable[[int, bool], list[Run]], planned: Sequence[Planned], most: int) -> list[Run]:
     """Returns ``attempt(most, constant)``, with as many runs side by side as fit in a device's memory.
 
-    constant: whether hyper-parameters are constants of the programs, because an algorithm uses one in a way that JAX
-    cannot trace.
+    constant: whether hyper-parameters are constants of the programs.
     """
-    most, constant = side_by_side(planned, most), False
-    while True:
-        try:
-            return attempt(most, constant)
-        except UNTRACEABLE:
-            if constant:
-                raise
-            constant = True
-        except jax.errors.JaxRuntimeError as error:
-            if not out_of_memory(error) or any(run.history for run in getattr(error, "runs", [])):
-                raise
-            if most == 1:
-                raise MemoryError(
-                    "a run does not fit in a device's memory: pass a smaller lanes=, or sweep fewer runs"
-                ) from error
-            fewer = side_by_side(planned, most // 2)
-            checks.warn(f"{most} runs side by side do not fit in a device's memory, continuing with {fewer}")
-            most = fewer
+    constant = False
+
+    def use_constants() -> bool:
+        nonlocal constant
+        had, constant = constant, True
+        return not had
+
+    def smaller(error: jax.errors.JaxRuntimeError) -> None:
+        nonlocal most
+        if any(run.history for run in getattr(error, "runs", [])):
+            raise error
+        if most == 1:
+            what = "a run does not fit in a device's memory: pass a smaller lanes=, or sweep fewer runs"
+            raise MemoryError(what) from error
+        fewer = side_by_side(planned, most // 2)
+        checks.warn(f"{most} runs side by side do not fit in a device's memory, continuing with {fewer}")
+        most = fewer
+
+    return fitting(lambda: traceable(lambda: attempt(most, constant), use_constants), smaller)
+
+
+def _planned(
+    simulations: Sequence[Simulated], settings: Sequence[Setting], seeds: Sequence[int], saved: bool
+) -> tuple[list[Planned], list[str]]:
+    """Returns all runs, and their names if these are needed: for the folders of checkpoints or of client states."""
+    pairs = [(sim, setting, seed) for sim, setting in zip(simulations, settings, strict=True) for seed in seeds]
+    planned = [
+        Planned(seed, setting, sim.setup, partial(getattr, sim, "specification")) for sim, setting, seed in pairs
+    ]
+    if not saved and not any(sim.setup.in_files for sim in simulations):
+        return planned, []
+    names = _names_of_runs(planned)
+    return [plan.in_folder(name) for plan, name in zip(planned, names, strict=True)], names
+
+
+def _started_alone(
+    planned: Sequence[Planned], params: Params | None, states: Sequence[ServerState] | None
+) -> dict[int, tuple[Executor, ServerState]]:
+    """The runs that train in programs of their own, with their first states."""
+    runs = {}
+    for run, plan in enumerate(planned):
+        if plan.setup.trains_alone:
+            executor, key = Executor(plan.setup), jax.random.key(plan.seed)
+            state = starting.start(executor, key, params, plan.specification) if states is None else states[run]
+            runs[run] = executor, state
+    return runs
 
 
 def _complaints(planned: Sequence[Planned], run: int, t: int, info: dict, entry: Record) -> dict[str, str]:
     """Returns the warnings about round t of a run, by kind."""
-    seed, setting, setup = planned[run]
+    seed, setting, setup, _ = planned[run]
     messages = complaints(t, info, entry, setup)
     if not messages and setup.engine.algorithm.observe is not None:
         scores = {name: value for name, value in info.items() if name.startswith("test_")}
@@ -380,27 +403,21 @@ def _warn_of_copies(setups: Sequence[Setup]) -> None:
 
 
 def check_sweepable(setup: Setup) -> None:
-    """Raises ConfigurationError for a simulation that needs the host, or other processes, in every round."""
+    """Raises ConfigurationError for a simulation that needs other processes, or whose failure would stop other runs."""
     if spans_processes(setup.mesh):
         fix = "pass mesh=fd.clients_mesh(jax.local_devices()), and give each process different settings or seeds"
         checks.refuse("mesh must have only devices of this process in a sweep", "a mesh of several processes", fix)
-    if setup.engine.rows_by_rank is not None:
-        fix = "pass shard_data=False"
-        checks.refuse("shard_data must be False in a sweep", "a simulation with sharded examples", fix)
-    if setup.streamed:
-        checks.refuse("stream must be False in a sweep", "a simulation that streams its examples", "pass stream=False")
-    if setup.client_store != "device":
-        checks.refuse('bank must be "device" in a sweep', repr(setup.client_store), 'pass bank="device"')
     if setup.on_nonfinite == "raise":
         fix = "a run that diverges must not stop the other runs"
         checks.refuse('on_nonfinite must be "keep" or "drop_client" in a sweep', '"raise"', fix)
 
 
 def _check_memory(planned: Sequence[Planned]) -> None:
+    setups = [plan.setup for plan in planned if not plan.setup.states_on_host]
     mesh = planned[0].setup.mesh
     D = num_teams(mesh)
-    devices = D if len(planned) >= D else 1  # devices that hold states of different runs
-    needed = -(-len(planned) // devices) * max(tree.nbytes(plan.setup.state.clients) for plan in planned)
+    devices = D if len(planned) >= D or any(setup.engine.sharded for setup in setups) else 1  # that share the states
+    needed = -(-len(setups) // devices) * max((tree.nbytes(setup.state.clients) for setup in setups), default=0)
     if needed > memory_of(mesh):
         what = f"the client states of {len(planned)} runs must fit in the devices' memory"
         checks.refuse(what, f"{needed / 1e9:.1f} GB on each device", "sweep fewer runs at a time")
@@ -414,7 +431,7 @@ def _check_start(start: Sequence[Run], planned: Sequence[Planned], params: Param
     if not isinstance(start, Sequence) or not all(isinstance(run, Run) for run in start):
         checks.refuse("start must be a list of runs that fd.sweep returned", checks.shown(start))
     states = []
-    for seed, setting, setup in planned:
+    for seed, setting, setup, _ in planned:
         runs = [run for run in start if run.seed == seed and dict(run.setting) == setting]
         if len(runs) != 1:
             what = "start must have one run of every seed and setting"

@@ -1,0 +1,42 @@
+"""Repeats what fails for one of two reasons, with programs that avoid it.
+
+- A program does not fit in a device's memory. It then trains fewer clients, or fewer runs, side by side.
+- An algorithm uses a hyper-parameter in a way that JAX cannot trace. The hyper-parameters are then constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import jax
+
+T = TypeVar("T")
+UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)  # JAX raises these for a tracer instead of a constant
+
+
+def fitting(call: Callable[[], T], smaller: Callable[[jax.errors.JaxRuntimeError], None]) -> T:
+    """Returns ``call()``. While it does not fit in a device's memory, ``smaller(error)`` is called before the next try.
+
+    ``smaller`` raises an exception if nothing can be made smaller.
+    """
+    while True:
+        try:
+            return call()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            smaller(error)
+
+
+def traceable(call: Callable[[], T], use_constants: Callable[[], bool]) -> T:
+    """Returns ``call()``. If it needs constants, it is called again after ``use_constants()`` has returned True.
+
+    ``use_constants`` returns False if the hyper-parameters are constants already.
+    """
+    try:
+        return call()
+    except UNTRACEABLE:
+        if not use_constants():
+            raise
+    return call()

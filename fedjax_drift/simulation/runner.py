@@ -1,0 +1,90 @@
+"""Trains runs, R >= 1 of them. A run is a sweep of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from fedjax_drift.devices.processes import leads
+from fedjax_drift.simulation.asked import Asked
+from fedjax_drift.simulation.loop import Loop, Schedule, Watch
+from fedjax_drift.simulation.progress import Bar, Stop
+from fedjax_drift.simulation.setup import Setup
+from fedjax_drift.simulation.track import Track
+from fedjax_drift.simulation.until import ends, has_ended
+from fedjax_drift.storage.checkpoint import Checkpoints
+from fedjax_drift.storage.saver import saving
+from fedjax_drift.storage.specification import Specification
+from fedjax_drift.types import Record, ServerState
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, for whom, and where it is saved.
+
+    Attributes:
+      asked: the arguments of the caller.
+      schedule: see `Schedule`.
+      setups: of each run.
+      title: the name of the bar.
+      complaints, on_record: see `Watch`.
+      attach: ``attach(error, states, histories)`` attaches the results so far to an exception.
+      checkpoints, specifications: of each run; empty: nothing is saved.
+      from_start: whether the rounds are counted from round 0, so that the bar has the rounds of ``checkpoints``, and
+        later checkpoints are deleted.
+    """
+
+    asked: Asked
+    schedule: Schedule
+    setups: Sequence[Setup]
+    title: str
+    complaints: Callable[[int, int, dict, Record], Mapping[str, str]]
+    on_record: Callable[[int, Record], None] | None
+    attach: Callable[[Exception, Sequence[ServerState | None], Sequence[list[Record]]], None]
+    checkpoints: Sequence[Checkpoints] = ()
+    specifications: Sequence[Specification] = ()
+    from_start: bool = False
+
+
+def train(
+    job: Job, tracks: Sequence[Track], first: int, stop: Stop
+) -> tuple[list[ServerState], list[list[Record]], list[list[Record]]]:
+    """Trains the runs from round ``first``.
+
+    Returns the last state of each run, its records in earlier processes, and its new records. Raises SystemExit(143) if
+    SIGTERM has ended it.
+    """
+    asked, mesh = job.asked, job.setups[0].mesh
+    schedule = replace(job.schedule, one_round_a_program=not all(track.stacked for track in tracks))
+    with ExitStack() as stack:
+        before: list[list[Record]] = [[] for _ in job.setups]
+        savers = None
+        if job.checkpoints:
+            states = [state for track in tracks for state in track.states()]
+            starts = [state for _, state in sorted(states, key=lambda pair: pair[0])]
+            savers = stack.enter_context(
+                saving(job.checkpoints, job.specifications, starts, stop.held, back=job.from_start)
+            )
+            before = savers.before
+        ended = {run for run, history in enumerate(before) if asked.until and has_ended(asked.until, history)}
+        if len(ended) == len(before):
+            schedule = replace(schedule, last=first)
+        restored = [*chain(*before)] if job.from_start else []
+        total = len(before) * (schedule.last - first) + len(restored)
+        bar = stack.enter_context(Bar(total, job.title, asked.progress if leads(mesh) else False))
+        for entry in restored:
+            bar.update(entry, restored=True)
+
+        def run_ends(run: int, history: list[Record]) -> bool:
+            assert asked.until is not None
+            return run in ended or ends(asked.until, before[run] + history)
+
+        watch = Watch(job.complaints, job.on_record, run_ends if asked.until else None)
+        loop = Loop(tracks, mesh, schedule, watch, bar, stop)
+        loop.savers = savers
+        loop.run(first, lambda error, states: job.attach(error, states, loop.histories))
+    if loop.terminated or stop.terminated:
+        raise SystemExit(143)
+    return loop.states(), before, loop.histories
