@@ -489,10 +489,12 @@ def test_a_sweep_of_runs_whose_data_are_elsewhere_is_stopped_and_resumed(data, p
         return saving(data, lr, **options)
 
     options = {"seeds": [0, 1], "settings": grid(lr=[0.1, 0.2]), "eval_every": 2, "checkpoints": tmp_path / "runs"}
+    if place == "files":  # the folders of a sweep that was killed before its first checkpoints are moved
+        quietly(elsewhere, 1, **options | {"checkpoints": None})
     quietly(elsewhere, 2, **options)
     runs = quietly(elsewhere, 5, **options)
     if place == "files":
-        names = {f"lr={lr}-seed-{seed}" for lr in (0.1, 0.2) for seed in (0, 1)}
+        names = {f"lr={lr}-seed-{seed}{left}" for lr in (0.1, 0.2) for seed in (0, 1) for left in ("", ".left")}
         assert {folder.name for folder in (tmp_path / "states").iterdir()} == names
     for run in runs:
         sim = saving(data, **run.setting)

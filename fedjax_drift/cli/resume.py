@@ -17,7 +17,7 @@ from fedjax_drift.cli.parsed_run import BANKS
 from fedjax_drift.cli.values import local_path
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.disk import unused
-from fedjax_drift.storage.checkpoint import restore_together, split_by_run
+from fedjax_drift.simulation import sweep
 
 # Options that may be changed with --resume, for each command.
 EXECUTION = ("--devices", "--devices-per-client", "--lanes", "--no-progress")
@@ -94,8 +94,7 @@ def restored(
     for name, sim in simulations.items():
         kept = checkpoints[name]
         if len(seeds) > 1:
-            each = split_by_run(kept, [f"seed-{seed}" for seed in seeds])
-            _, histories = restore_together(each, [sim.specification] * len(seeds), rounds)
+            _, histories = sweep.restored(sim, kept, seeds, rounds)
             if any(histories):
                 pairs = zip(seeds, histories, strict=True)
                 found[name] = None, [{"seed": seed, **record} for seed, history in pairs for record in history]

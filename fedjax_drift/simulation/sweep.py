@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from numbers import Real
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -26,6 +27,7 @@ from fedjax_drift import checks, reprs, tree
 from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.devices.processes import spans_processes
+from fedjax_drift.disk import unused
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.simulation import starting, validate
 from fedjax_drift.simulation.asked import Asked
@@ -235,6 +237,8 @@ def sweep(
         specifications=specifications,
         from_start=bool(each_checkpoints),
     )  # fmt: skip
+    if states is None and each_checkpoints:
+        _move_left_folders(planned)
     by_themselves = _started_alone(planned, params, states)
 
     def attempt(most: int, constant: bool) -> list[Run]:
@@ -294,6 +298,22 @@ def _planned(
         return planned, []
     names = _names_of_runs(planned)
     return [plan.in_folder(name) for plan, name in zip(planned, names, strict=True)], names
+
+
+def _move_left_folders(planned: Sequence[Planned]) -> None:
+    """Renames folders of client states of a sweep that was killed before its first checkpoints."""
+    for plan in planned:
+        folder = Path(plan.setup.client_store)
+        if plan.setup.in_files and folder.is_dir():
+            folder.rename(unused(folder.with_name(folder.name + ".left")))
+
+
+def restored(
+    sim: Simulated, checkpoints: Checkpoints, seeds: Sequence[int], rounds: int
+) -> tuple[list[ServerState] | None, list[list[Record]]]:
+    """The states and histories from which a sweep of ``sim`` over ``seeds`` resumes, see `restore_together`."""
+    planned, names = _planned([sim], [{}], seeds, saved=True)
+    return restore_together(split_by_run(checkpoints, names), [plan.specification() for plan in planned], rounds)
 
 
 def _started_alone(
