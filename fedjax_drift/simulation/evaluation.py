@@ -104,7 +104,7 @@ def personal_params(executor: Executor, state: ServerState, client: int | str) -
         now = executor.with_states(state, fetched)
         return executor.programs.personal_models()(now, fetched.arrays.rows, fetched.cohort)
 
-    return jax.tree.map(lambda leaf: leaf[0], executor.fitting(call, state))
+    return jax.tree.map(lambda leaf: leaf[0], executor.fit(call, state))
 
 
 def _has_own_models(executor: Executor) -> bool:
@@ -133,5 +133,5 @@ def _personal_scores(executor: Executor, state: ServerState, local: LocalTrainin
             program = executor.programs.personal(local, setup.data.sizes, setup.eval_batch_size)
             return program(now, fetched.arrays.rows, fetched.cohort, tests)
 
-        chunks.append(jax.device_get(executor.fitting(call, now)))
+        chunks.append(jax.device_get(executor.fit(call, now)))
     return {name: np.concatenate([sums[name] for sums in chunks])[: setup.data.num_clients] for name in chunks[0]}

@@ -161,9 +161,9 @@ class Executor:
                 return self.one_round(start, fetched, measures, donate=True)
             return self.launch_round("rounds", measures, start, fetched.arrays, np.int32(n))
 
-        return self.fitting(call, state)
+        return self.fit(call, state)
 
-    def fitting(self, call: Callable[[], Any], state: ServerState) -> Any:
+    def fit(self, call: Callable[[], Any], state: ServerState) -> Any:
         """Returns ``call()``, which runs programs on ``state``.
 
         If the programs do not fit in a device's memory, the number of lanes is halved, and ``call`` is called again.

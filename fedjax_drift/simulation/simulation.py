@@ -332,7 +332,7 @@ class Simulation:
             fetched = Fetched(setup.arrays, cohort)
         donate = setup.donate and not setup.states_on_host
         one_round = self.executor.one_round
-        return self.executor.fitting(lambda: one_round(state, fetched, setup.measures, donate), state)
+        return self.executor.fit(lambda: one_round(state, fetched, setup.measures, donate), state)
 
     # --- many rounds --------------------------------------------------------------------------------------------------
 

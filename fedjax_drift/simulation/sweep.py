@@ -251,7 +251,7 @@ def sweep(
         return runs_of(newest, [History(old + new) for old, new in zip(before, histories, strict=True)])
 
     with stop_on_interrupt(terminate=bool(each_checkpoints)) as stop:
-        return _fitting(attempt, planned, _most(together, planned))
+        return _with_runs_that_fit(attempt, planned, _most(together, planned))
 
 
 def _most(together: int | str, planned: Sequence[Planned]) -> int:
@@ -260,7 +260,7 @@ def _most(together: int | str, planned: Sequence[Planned]) -> int:
     return side_by_side(planned, together if isinstance(together, int) else 1 if on_cpu else len(planned))
 
 
-def _fitting(attempt: Callable[[int, bool], list[Run]], planned: Sequence[Planned], most: int) -> list[Run]:
+def _with_runs_that_fit(attempt: Callable[[int, bool], list[Run]], planned: Sequence[Planned], most: int) -> list[Run]:
     """Returns ``attempt(most, constant)``, with as many runs side by side as fit in a device's memory.
 
     constant: whether hyper-parameters are constants of the programs.
