@@ -22,6 +22,11 @@ TPUS = {"TPU v4": 32, "TPU v5 lite": 16, "TPU v5": 95, "TPU v6 lite": 32}
 UNKNOWN = 2**31 - 1  # replaces math.inf when processes send a number of megabytes as an int32
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Whether a program does not fit in the memory of a device."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
 def memory_of(mesh: Mesh) -> float:
     """The memory of one device of the mesh in bytes, or inf if it is unknown.
 

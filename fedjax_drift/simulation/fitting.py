@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import jax
 
+from fedjax_drift.devices.memory import out_of_memory
+
 T = TypeVar("T")
 UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)  # JAX raises these for a tracer instead of a constant
 
@@ -24,7 +26,7 @@ def fitting(call: Callable[[], T], smaller: Callable[[jax.errors.JaxRuntimeError
         try:
             return call()
         except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
+            if not out_of_memory(error):
                 raise
             smaller(error)
 

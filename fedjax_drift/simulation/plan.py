@@ -11,7 +11,7 @@ import numpy as np
 
 from fedjax_drift import checks, tree
 from fedjax_drift.devices.described import compiler_options
-from fedjax_drift.devices.memory import memory_of
+from fedjax_drift.devices.memory import memory_of, out_of_memory
 from fedjax_drift.devices.mesh import leaf_shardings, num_teams, shapes, team_size
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.round.engine import summed_message
@@ -120,7 +120,7 @@ def plan_of(setup: Setup, programs: Programs, sent: dict[str, int]) -> Plan:
     try:
         compiled = compiled_round(setup, programs)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not out_of_memory(error):
             raise
         states = "" if setup.engine.sharded else ', bank="sharded"'
         raise TooLargeError(

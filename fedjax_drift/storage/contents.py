@@ -22,6 +22,7 @@ from jax import lax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.devices.launch import launch
+from fedjax_drift.devices.memory import out_of_memory
 from fedjax_drift.devices.mesh import leaf_shardings
 from fedjax_drift.errors import DamagedError, OtherRunError
 from fedjax_drift.storage import array_files
@@ -269,7 +270,7 @@ def as_damage(what: str) -> Iterator[None]:
     except (DamagedError, MemoryError):
         raise
     except Exception as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
+        if out_of_memory(error):
             raise
         raise DamagedError(f"{what}: {reason(error)}") from error
 
