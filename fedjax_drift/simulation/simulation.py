@@ -6,14 +6,14 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
-from typing import Any, Literal, TypedDict, Unpack
+from typing import Any, Literal, Unpack
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from fedjax_drift import checks
-from fedjax_drift.clock import Clock, Devices, asynchronous, synchronous
+from fedjax_drift.clock import Clock, Devices, synchronous
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.local import LocalTraining
@@ -29,13 +29,14 @@ from fedjax_drift.simulation.cohorts import Cohorts, checked_cohort, cohorts
 from fedjax_drift.simulation.executor import Executor
 from fedjax_drift.simulation.host import Fetched
 from fedjax_drift.simulation.loop import attach_to
+from fedjax_drift.simulation.options import FlatOptions, Options, grouped, unexpected
 from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.plan import Plan, device_traffic, plan_of
 from fedjax_drift.simulation.progress import stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.runner import Job, train
 from fedjax_drift.simulation.selection import named_rule, rule_of
-from fedjax_drift.simulation.setup import Options, Setup, assemble
+from fedjax_drift.simulation.setup import Setup, assemble
 from fedjax_drift.simulation.sources import check_sources
 from fedjax_drift.simulation.sweep import Run, sweep
 from fedjax_drift.simulation.track import alone
@@ -44,26 +45,6 @@ from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.topology import Topology, star
 from fedjax_drift.types import Algorithm, Params, Record, ServerState
-
-
-class FlatOptions(TypedDict, total=False):
-    """The fields of `Failures` and of `Placement`, which are also keyword arguments of `Simulation`, and the short form
-    of ``participation``."""
-
-    sampling: str
-    dropout: float
-    stragglers: float
-    over_selection: float
-    deadline: float | None
-    speed_spread: float
-    lanes: int | str | None
-    mesh: Mesh | None
-    devices_per_client: int
-    stream: bool | str
-    shard_data: bool | str
-    bank: str | os.PathLike
-    donate: bool
-    eval_batch_size: int
 
 
 class Simulation:
@@ -131,10 +112,10 @@ class Simulation:
     ) -> None:
         if "sampling" in options:
             participation = named_rule(options.pop("sampling"), participation)
-        failures = _grouped("failures", Failures, failures, options)
-        placement = _grouped("placement", Placement, placement, options)
+        failures = grouped("failures", Failures, failures, options)
+        placement = grouped("placement", Placement, placement, options)
         if options:
-            raise TypeError(_unexpected(next(iter(options))))
+            raise TypeError(unexpected(next(iter(options)), inspect.signature(Simulation).parameters))
         given = Options(
             model, data, algorithm, LocalTraining() if local is None else local, cohort_size, rule_of(participation),
             failures, mean() if aggregation is None else aggregation, synchronous() if clock is None else clock,
@@ -583,31 +564,3 @@ class Simulation:
 
     def __repr__(self) -> str:
         return description.title(self.setup)
-
-
-def _unexpected(name: str) -> str:
-    """The message about an unknown argument of `Simulation`."""
-    known = [*inspect.signature(Simulation).parameters, *FlatOptions.__annotations__]
-    groups = {
-        "local=fd.LocalTraining": LocalTraining.__dataclass_fields__,
-        "devices=fd.Devices": Devices.__dataclass_fields__,
-        "clock=fd.clock.asynchronous": inspect.signature(asynchronous).parameters,
-    }
-    group = next((group for group, names in groups.items() if name in names), None)
-    fix = f": pass {group}({name}=...)" if group else checks.nearest(name, known)
-    return f"Simulation() got an unexpected keyword argument {name!r}{fix}"
-
-
-def _grouped(name: str, kind: Any, value: Any, options: Any) -> Any:
-    """Returns the group of options ``value``, an instance of ``kind`` (`Failures` or `Placement`).
-
-    If it is None, the group is made from those entries of ``options`` that are fields of ``kind``. These entries are
-    removed from ``options``.
-    """
-    flat = {field: options.pop(field) for field in kind.__dataclass_fields__ if field in options}
-    if value is None:
-        return kind(**flat)
-    checks.instance(name, value, kind, f"fd.{kind.__name__}(...)")
-    if flat:
-        checks.refuse(f"{name}= has the option {next(iter(flat))}", "both", f"pass it only in fd.{kind.__name__}(...)")
-    return value
