@@ -19,7 +19,7 @@ import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.batch_norm import whole
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.round.engine import summed_message
+from fedjax_drift.message import summed
 
 pytestmark = pytest.mark.thorough
 
@@ -231,12 +231,12 @@ def test_every_algorithm_handles_the_statistics_or_is_refused(name, kept) -> Non
     sim = simulate(cosines(kept), algorithm)  # this traces the client update
     start = initial(np.float32)
     server = sim.setup.engine.algorithm.init_server(start)
-    message = summed_message(sim.setup.engine)
+    *surveys, message = [jax.eval_shape(summed, result.message) for result in sim.setup.client_results()]
     shapes = [leaf.shape for leaf in jax.tree.leaves(start["batch_stats"])]
     assert [leaf.shape for leaf in jax.tree.leaves(message.change)] == (shapes if kept == "average" else [])
     # Every server adds the mean change of the statistics to them, whatever it does with the other leaves.
     mean = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.25, leaf.dtype), message)
-    surveyed = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), sim.setup.engine.exchanged.surveyed)
+    surveyed = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), surveys[0]) if surveys else None
     context = fd.types.Round(jnp.int32(0), jnp.float32(0.1), jnp.float32(0.5), len(SIZES), 5.0, surveyed)
     new = sim.setup.engine.algorithm.server_update(server, mean, context)
     moved = jax.tree.map(lambda s: s + 0.25 * (kept == "average"), start["batch_stats"])
@@ -440,12 +440,12 @@ def test_custom_algorithms_must_pass_the_mask_and_call_local_train() -> None:
 
     fedavg = fd.algorithms.fedavg()
     with pytest.raises(ConfigurationError, match="work.logits needs the mask of the batch"):
-        simulate(MODULES["linen"]("average"), fedavg._replace(client_update=without_mask))
+        simulate(MODULES["linen"]("average"), fedavg._replace(client_update=without_mask)).setup.client_results()
     no_call = fedavg._replace(
         client_update=lambda server, client, work: fd.ClientResult(server.params, 1.0, client, {})
     )
     with pytest.raises(ConfigurationError, match="client_update of fedavg must pass on what local.train returned"):
-        simulate(MODULES["linen"]("average"), no_call)
+        simulate(MODULES["linen"]("average"), no_call).setup.client_results()
 
 
 def test_a_large_module_is_wrapped_without_allocating_it() -> None:

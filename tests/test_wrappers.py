@@ -15,7 +15,8 @@ from small import thorough
 import fedjax_drift as fd
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import full_gradient, train
-from fedjax_drift.round.traffic import sent as sent_by_client
+from fedjax_drift.round.traffic import exchanged
+from fedjax_drift.round.traffic import sent as sent_by
 
 a, c = fd.algorithms, fd.compression
 RNG = np.random.default_rng(0)
@@ -180,7 +181,7 @@ def sent(algorithm: fd.Algorithm, model: fd.Model = PLAIN) -> float:
     setup = simulate(algorithm, model).setup
     server = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), setup.state.server)
     state = fd.ServerState(0, jax.random.key(0), server, ())
-    return float(jax.jit(lambda: sent_by_client(setup.engine, state))())
+    return float(jax.jit(lambda: sent_by(setup.engine, state, exchanged(setup.engine, state.server)))())
 
 
 @pytest.mark.parametrize(

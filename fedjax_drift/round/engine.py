@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 from fedjax_drift import checks, tree
 from fedjax_drift.devices.mesh import AXIS, num_teams
 from fedjax_drift.local import LocalTraining
-from fedjax_drift.message import summed
 from fedjax_drift.model import Model
 from fedjax_drift.round.arrays import Arrays, Client, Rows
 from fedjax_drift.round.sources import Moment, Receivers, Source, Start
@@ -49,15 +48,6 @@ class Federation(NamedTuple):
     set_scores: tuple[str, ...]  # names of the metrics of `Model.scores` that are scalars of the whole test set
 
 
-class Exchanged(NamedTuple):
-    """What a client sends and receives in a round. `traffic.exchanged` traces it when a simulation is made."""
-
-    message: PyTree = None  # the shapes and dtypes of a message; None until they are known
-    surveyed: PyTree = None  # those of the mean of the first phase; None without it
-    up: int = 0  # the bytes that the client sends, without those of codecs
-    down: int = 0  # the bytes that it receives, if no source codes the global model
-
-
 class Engine(NamedTuple):
     """The static description from which a round is compiled."""
 
@@ -76,7 +66,7 @@ class Engine(NamedTuple):
     state_rows: int  # length of the leaves of ServerState.clients: N; if sharded, rounded up to a multiple of D
     sharded: bool  # whether client states are sharded over the devices instead of replicated
     rows_by_rank: np.ndarray | None  # the result of `exchange.rows_by_rank` if the examples are sharded, otherwise None
-    exchanged: Exchanged = Exchanged()  # between server and client
+    message: PyTree = None  # shapes and dtypes of a message, if `Algorithm.complete` needs them
 
     @property
     def receivers(self) -> Receivers | None:
@@ -106,14 +96,9 @@ class Shared(NamedTuple):
 def initial_client(engine: Engine, params: Params) -> PyTree:
     """The state of one client before its first round."""
     client, complete = engine.algorithm.init_client(params), engine.algorithm.complete
-    if complete is None or engine.exchanged.message is None:
+    if complete is None or engine.message is None:
         return client
-    return complete(client, tree.zeros_like(engine.exchanged.message))
-
-
-def summed_message(engine: Engine) -> PyTree:
-    """The shapes of what a client adds to the sum over the clients."""
-    return jax.eval_shape(summed, engine.exchanged.message)
+    return complete(client, tree.zeros_like(engine.message))
 
 
 def initial_server(engine: Engine, params: Params) -> Any:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from fedjax_drift.clock import Devices
 from fedjax_drift.round.arrays import Client
 from fedjax_drift.round.engine import Engine
-from fedjax_drift.round.traffic import received, sent
+from fedjax_drift.round.traffic import exchanged, received, sent
 from fedjax_drift.types import ServerState
 
 DEVICE_SPEEDS = 2**32 - 1  # fold_in(state.key, DEVICE_SPEEDS) is the key for the speeds of the clients' devices
@@ -18,7 +18,8 @@ DEVICE_SPEEDS = 2**32 - 1  # fold_in(state.key, DEVICE_SPEEDS) is the key for th
 
 def seconds(engine: Engine, devices: Devices, state: ServerState, clients: Client) -> jax.Array:
     """float [C]: the virtual seconds that each client needs for the round after this state."""
-    up, down = sent(engine, state), received(engine, state)
+    client = exchanged(engine, state.server)
+    up, down = sent(engine, state, client), received(engine, state, client)
     key = jax.random.fold_in(state.key, DEVICE_SPEEDS)
     z = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))(clients.id)
 

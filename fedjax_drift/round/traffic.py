@@ -9,8 +9,7 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from fedjax_drift import tree
 from fedjax_drift.message import coded_bits, summed, uncoded
 from fedjax_drift.round.arrays import Rows
-from fedjax_drift.round.engine import Engine, Exchanged, Shared, initial_client, initial_server, partitionable
+from fedjax_drift.round.engine import Engine, Shared, initial_client, partitionable
 from fedjax_drift.round.rehearsal import incomplete_message, phases, results, zero_rows
 from fedjax_drift.round.sources import functions_of
 from fedjax_drift.types import THREEFRY, Params, PyTree, ServerState
@@ -28,18 +27,28 @@ from fedjax_drift.types import THREEFRY, Params, PyTree, ServerState
 CONSTANT, SERVER, CLIENT = range(3)  # what a value depends on; everything also depends on constants
 
 
-def exchanged(engine: Engine, params: Params) -> Exchanged:
-    """What a client sends and receives in a round. params: the shapes of the model."""
-    rows = Rows(*engine.federation.row)
-    message, surveyed = None, None
-    if engine.algorithm.complete is not None:
-        message = jax.eval_shape(partial(incomplete_message, engine), params, rows)
-        engine = engine._replace(exchanged=Exchanged(message))
-    server = jax.eval_shape(partial(initial_server, engine), params)
-    *surveys, result = jax.eval_shape(partial(results, engine), server, rows)
-    if surveys:
-        surveyed = jax.eval_shape(summed, surveys[0].message)
-    return Exchanged(result.message if message is None else message, surveyed, *traffic(engine, server, rows, surveyed))
+class Exchanged(NamedTuple):
+    """What a client sends and receives in a round."""
+
+    message: PyTree  # the shapes and dtypes of a message
+    surveyed: PyTree  # those of the mean of the first phase; None without it
+    up: int  # the bytes that the client sends, without those of codecs
+    down: int  # the bytes that it receives, if no source codes the global model
+
+
+@partitionable
+def exchanged(engine: Engine, server: PyTree) -> Exchanged:
+    """What a client sends and receives in a round. server: only the shapes of its variables are used."""
+    rows, surveyed = Rows(*engine.federation.row), None
+    if engine.algorithm.survey is not None:
+        surveyed = jax.eval_shape(lambda *given: summed(results(engine, *given)[0].message), server, rows)
+    return Exchanged(*traffic(engine, server, rows, surveyed))
+
+
+def summed_message(engine: Engine, params: Params) -> PyTree:
+    """The shapes of what a client adds to the sum over the clients. params: the shapes of the model."""
+    given = params, Rows(*engine.federation.row)
+    return jax.eval_shape(lambda *given: summed(incomplete_message(engine, *given)), *given)
 
 
 def exchanged_bytes(engine: Engine, state: ServerState, cohort: jax.Array, bits: jax.Array) -> dict[str, jax.Array]:
@@ -47,31 +56,28 @@ def exchanged_bytes(engine: Engine, state: ServerState, cohort: jax.Array, bits:
 
     cohort: int [K], their ids, -1 for a client that does not report. bits: float [K], of the codecs of all phases.
     """
-    up = jnp.where(cohort >= 0, engine.exchanged.up + bits / 8, 0.0)
-    return {"uplink_bytes": up, "downlink_bytes": jnp.asarray(received(engine, state), float)}
+    client = exchanged(engine, state.server)
+    up = jnp.where(cohort >= 0, client.up + bits / 8, 0.0)
+    return {"uplink_bytes": up, "downlink_bytes": jnp.asarray(received(engine, state, client), float)}
 
 
-def received(engine: Engine, state: ServerState) -> Any:
+def received(engine: Engine, state: ServerState, client: Exchanged) -> Any:
     """The bytes that a client receives in the round after this state."""
-    down: Any = engine.exchanged.down
+    down: Any = client.down
     for source, bits in functions_of(engine.sources, "down"):
         down = max(down - tree.nbytes(state.params), 0) + bits(source.state_of(state)) / 8
     return down
 
 
-def sent(engine: Engine, state: ServerState) -> Any:
+def sent(engine: Engine, state: ServerState, client: Exchanged) -> Any:
     """The bytes that a client sends in the round after this state. Those of a codec are the bytes of a message of
     zeros."""
     bits = [coded_bits(result.message) for result in results(engine, state.server, zero_rows(engine))]
-    return engine.exchanged.up + sum(bits) / 8  # the compiler removes everything else
+    return client.up + sum(bits) / 8  # the compiler removes everything else
 
 
-@partitionable
-def traffic(engine: Engine, server: PyTree, rows: Rows, surveyed: PyTree) -> tuple[int, int]:
-    """The bytes that a client sends without those of codecs, and those that it receives.
-
-    server, rows, surveyed: shapes and dtypes.
-    """
+def traffic(engine: Engine, server: PyTree, rows: Rows, surveyed: PyTree) -> tuple[PyTree, PyTree, int, int]:
+    """The fields of `Exchanged`, from the program of one client. server, rows, surveyed: only shapes are used."""
 
     def traced(server: PyTree, state: PyTree, rows: Rows, t: jax.Array, surveyed: PyTree) -> tuple:
         key = jax.random.fold_in(jax.random.key(0, impl=THREEFRY), t)
@@ -86,7 +92,7 @@ def traffic(engine: Engine, server: PyTree, rows: Rows, surveyed: PyTree) -> tup
     source, needed = _sources(program, variables)
     of_client = [v for v in program.outvars[: len(jax.tree.leaves(shapes[0]))] if _of(source, v) == CLIENT]
     up, read, computed = (tree.nbytes([v.aval for v in each]) for each in (of_client, variables, needed))
-    return up, min(read, computed) + tree.nbytes(surveyed)
+    return shapes[1][-1].message, surveyed, up, min(read, computed) + tree.nbytes(surveyed)
 
 
 def _sources(program: Jaxpr, variables: list[Var]) -> tuple[dict[Var, int], set[Any]]:

@@ -14,7 +14,7 @@ from fedjax_drift.devices.described import compiler_options
 from fedjax_drift.devices.memory import memory_of, out_of_memory
 from fedjax_drift.devices.mesh import leaf_shardings, num_teams, shapes, team_size
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.round.engine import summed_message
+from fedjax_drift.message import summed
 from fedjax_drift.round.exchange import back_and_forth, longest_share
 from fedjax_drift.simulation.program_text import collectives, cycles_of_loop
 from fedjax_drift.simulation.programs import Programs
@@ -195,11 +195,11 @@ def device_traffic(setup: Setup) -> dict[str, int]:
     """See `Simulation.device_traffic`."""
     e, D = setup.engine, num_teams(setup.mesh)
     G = -(-e.most_clients // (D * e.lanes))
-    row, update, surveyed = e.federation.row, setup.client_result(), e.exchanged.surveyed
+    phases, row = setup.client_results(), e.federation.row
     times = (1 + e.sharded) * (1 + (e.algorithm.finish is not None))
     share = 0 if e.rows_by_rank is None else longest_share(e.rows_by_rank, D, G, e.lanes)
     return {
-        "message sum": tree.nbytes((summed_message(e), update.weight, surveyed)),
-        "client states": times * (D - 1) * G * e.lanes * tree.nbytes(update.state),
+        "message sum": tree.nbytes(([jax.eval_shape(summed, phase.message) for phase in phases], phases[-1].weight)),
+        "client states": times * (D - 1) * G * e.lanes * tree.nbytes(phases[-1].state),
         "rows": (D - 1) * share * tree.nbytes(row),
     }

@@ -346,8 +346,8 @@ def _checksum(form: recipes.Form, count: int, structure: Any, leaves: tuple[jax.
 
     def updates(numbers: Numbers, frozen: FrozenArrays, state: ServerState, rows: Rows) -> Any:
         engine: Engine = recipes.join(form, numbers, frozen)
-        result = results(engine, state.server, rows)[-1]
-        one, surveyed = jnp.ones((), result.weight.dtype), tree.zeros_like(engine.exchanged.surveyed)
+        *surveys, result = results(engine, state.server, rows)
+        one, surveyed = jnp.ones((), result.weight.dtype), summed(surveys[0].message) if surveys else None
         context = Round(state.round, one, one, engine.num_clients, engine.federation.mean_size, surveyed)
         return result, engine.algorithm.server_update(state.server, summed(result.message), context)
 

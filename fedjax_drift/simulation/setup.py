@@ -22,14 +22,14 @@ from fedjax_drift.model import Model
 from fedjax_drift.participation import bernoulli
 from fedjax_drift.round import rows
 from fedjax_drift.round.arrays import Arrays, Rows
-from fedjax_drift.round.engine import Engine, Federation, initial_client, summed_message
+from fedjax_drift.round.engine import Engine, Federation, initial_client
 from fedjax_drift.round.evaluate import at_round, evaluate, shifted
 from fedjax_drift.round.exchange import rows_by_rank
 from fedjax_drift.round.initial import init
-from fedjax_drift.round.rehearsal import results
+from fedjax_drift.round.rehearsal import incomplete_message, results
 from fedjax_drift.round.selection import Selection
 from fedjax_drift.round.sources import Source
-from fedjax_drift.round.traffic import exchanged
+from fedjax_drift.round.traffic import summed_message
 from fedjax_drift.round.train import checked
 from fedjax_drift.shift.rule import shift_of
 from fedjax_drift.simulation import validate
@@ -115,13 +115,13 @@ class Setup:
     def with_lanes(self, lanes: int) -> Setup:
         return replace(self, engine=self.engine._replace(lanes=lanes))
 
-    def client_result(self) -> ClientResult:
-        """The shapes and dtypes of what a client returns."""
-        return jax.eval_shape(partial(results, self.engine), self.state.server, Rows(*self.engine.federation.row))[-1]
+    def client_results(self) -> list[ClientResult]:
+        """The shapes and dtypes of what a client returns in each phase."""
+        return jax.eval_shape(partial(results, self.engine), self.state.server, Rows(*self.engine.federation.row))
 
     def update_leaves(self) -> list[str]:
         """The names of the leaves of a client's update. ``info["bad_leaf"]`` has indices into this list."""
-        leaves = jax.tree.leaves_with_path(checked(self.client_result()))
+        leaves = jax.tree.leaves_with_path(checked(self.client_results()[-1]))
         return [f"{path[0].key}{jax.tree_util.keystr(path[1:])}" for path, _ in leaves]  # type: ignore[attr-defined]
 
     def check_rules(self, state: ServerState) -> None:
@@ -266,7 +266,10 @@ def assemble(given: Options) -> Setup:
         sharded=False,
         rows_by_rank=rows_by_rank(data.sizes, local.batches(data.sizes)) if rows_at == "parts" else None,
     )
-    engine = engine._replace(exchanged=exchanged(engine, shapes.params))
+    if algorithm.complete is not None:
+        rows_of_one = Rows(*engine.federation.row)
+        message = jax.eval_shape(partial(incomplete_message, engine), shapes.params, rows_of_one)
+        engine = engine._replace(message=message)
     client_store = placement.states_at(
         jax.eval_shape(partial(initial_client, engine), shapes.params), N, capacity, mesh
     )
@@ -281,7 +284,7 @@ def assemble(given: Options) -> Setup:
             fix = 'use a classifier and integer labels, or a Model whose scores return an "accuracy"'
             checks.refuse(f"{algorithm.name} needs the test accuracy", "an evaluation without it", fix)
 
-    validate.check_rule(aggregation, summed_message(engine), cohort_size)
+    validate.check_rule(aggregation, lambda: summed_message(engine, shapes.params), cohort_size)
     if clock.mixes == "models":
         check_mixes(engine, shapes.params)
     check_memory(engine, shapes.params)

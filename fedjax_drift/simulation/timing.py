@@ -7,8 +7,9 @@ from typing import Any
 from fedjax_drift import checks, tree
 from fedjax_drift.clock import Clock, Devices
 from fedjax_drift.round.clock import Flight
-from fedjax_drift.round.engine import Engine, summed_message
+from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.selection import Selection
+from fedjax_drift.round.traffic import summed_message
 from fedjax_drift.simulation.options import Options
 from fedjax_drift.simulation.selection import selection_of
 
@@ -85,6 +86,6 @@ def check_versions(options: Options) -> None:
 
 def check_mixes(engine: Engine, params: Any) -> None:
     """Checks that the messages are shaped like the model, for a clock that mixes models."""
-    if tree.layout(summed_message(engine)) != tree.layout(params):
+    if tree.layout(summed_message(engine, params)) != tree.layout(params):
         what = f'mixes must be "updates" for {engine.algorithm.name}, whose message isn\'t the update of a model alone'
         checks.refuse(what, '"models"')

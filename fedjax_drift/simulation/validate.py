@@ -156,10 +156,10 @@ def check_aggregation(
         checks.refuse(what, got, "leave it out")
 
 
-def check_rule(aggregation: Aggregation, message: Any, K: int) -> None:
+def check_rule(aggregation: Aggregation, message: Callable[[], Any], K: int) -> None:
     """Checks that the functions of an aggregation rule fit each other and the messages of the algorithm.
 
-    message: the shapes of what one client adds to the sum.
+    message: ``message()`` returns the shapes of what one client adds to the sum.
     """
     if aggregation.check is not None:
         aggregation.check(K)
@@ -174,7 +174,7 @@ def check_rule(aggregation: Aggregation, message: Any, K: int) -> None:
     form = "contribute(state, message, weight) -> (part, weight) and "
     form += "combine(state, total, weight, key, K) -> (mean, state)"
     what = f"{aggregation.name} must have the functions {form}"
-    found, needed = ([name for name, *_ in layout(each)] for each in checks.shapes_of(what, mean, message))
+    found, needed = ([name for name, *_ in layout(each)] for each in checks.shapes_of(what, mean, message()))
     if found != needed:
         got = f"{checks.listed(found)} instead of {checks.listed(needed)}"
         checks.refuse(f"{what}, where mean has the structure of a message", got)
