@@ -350,6 +350,7 @@ def _train(
             return tree.select(k < steps, step(k, state), state)
 
         if work.lanes is None:
+            # a client ends after its own number of steps; a scan would run as many steps as the largest client has
             state = lax.fori_loop(0, steps, step, state)
         else:  # with one k for the whole group, its batches are slices of the shuffled order, and not gathers
             state = lax.fori_loop(0, lax.pmax(steps, work.lanes), step_of_group, state)

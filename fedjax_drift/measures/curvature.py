@@ -100,6 +100,7 @@ def lanczos(product: Product, like: jax.Array, key: jax.Array, steps: int = 20) 
 
     def orthogonal(v: jax.Array, Q: jax.Array) -> jax.Array:
         for _ in range(2):  # the second pass removes what rounding has left
+            # in full float32: with the factors of bfloat16 of an accelerator the vectors lose their orthogonality
             v = v - jnp.matmul(jnp.matmul(Q, v, precision="highest"), Q, precision="highest")
         return v
 
@@ -130,6 +131,7 @@ def trace(product: Product, like: jax.Array, key: jax.Array, probes: int = 10, f
         v = jax.random.rademacher(jax.random.fold_in(key, first + i), like.shape, like.dtype)
         return dot(v, product(v))
 
+    # a probe at a time: each needs the activations of a pass over the data
     return lax.map(probe, jnp.arange(probes)).mean()
 
 

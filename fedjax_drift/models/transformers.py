@@ -108,6 +108,7 @@ def run(blocks: Block, x: jax.Array, mask: jax.Array | None, dropout: nnx.Dropou
         params, key = block
         return nnx.merge(graph, params)(x, mask, key), None
 
+    # a scan compiles one block, whatever the depth
     return jax.lax.scan(jax.checkpoint(step) if remat else step, dropout(x), (params, keys))[0]
 
 

@@ -183,6 +183,7 @@ def start_distances(flight: Flight, state: VirtualClock, server: Any, version: j
         difference = tree.subtract(past.params, server.params)
         return jnp.sqrt(tree.dot(difference, difference))
 
+    # a version at a time: vmap would need the differences of all versions at once
     distances = jax.lax.map(distance, state.past)
     return distances[version % len(distances)]
 
@@ -232,6 +233,7 @@ def after_reports(wait: jax.Array, number: jax.Array, count: int) -> jax.Array:
         wait = jnp.where(starts, time + needs, wait)
         return wait, jnp.where(starts, wait, reports.at[report].set(jnp.inf))
 
+    # a loop, because the client that starts at one report may itself report before the next one
     return jax.lax.fori_loop(0, count, start_one, (wait, jnp.where(trains, wait, jnp.inf)))[0]
 
 

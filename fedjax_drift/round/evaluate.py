@@ -35,6 +35,7 @@ def evaluate_rows(engine: Engine, params: Params, test: TestRows) -> tuple[dict[
         return score_rows(engine, logits, y, rows.mask), logits if engine.federation.set_scores else ()
 
     def one_device(params: Params, t: Any, rows: TestRows) -> tuple[dict[str, jax.Array], PyTree]:
+        # one batch at a time: the activations of the whole test set would not fit in memory
         return lax.map(partial(batch, params, t), rows)
 
     whole, part = P(), P(AXIS)

@@ -82,6 +82,7 @@ def decentralised(topology: Topology) -> Source:
                 return mixed + w[:, k].astype(a.dtype).reshape(column) * a[j[:, k]]
 
             kept = (1 - w.sum(1)).astype(a.dtype).reshape(column) * a
+            # a neighbour at a time: a[j] would be a copy of d models for each of the N receivers
             return jax.lax.fori_loop(0, j.shape[1], add, kept)
 
         return jax.tree.map(leaf, each)

@@ -128,6 +128,7 @@ def add_to_receivers(to: jax.Array, weights: jax.Array, total: jax.Array, added:
         factor = weights[:, k].astype(added.dtype).reshape(-1, *(1,) * (added.ndim - 1))
         return total.at[to[:, k]].add(factor * added)
 
+    # a receiver at a time: one scatter would need d copies of each message
     return lax.fori_loop(0, to.shape[1], add, total)
 
 

@@ -100,6 +100,7 @@ def blur(sigma: NonNegative, by: By = "client") -> Shift:
 
     def blurred(key: jax.Array, strength: jax.Array, x: jax.Array) -> jax.Array:
         rows, columns = (weights(n, strength * sigma).astype(x.dtype) for n in x.shape[:2])
+        # in full float32, so that accelerators and CPUs give the same images
         return jnp.einsum("ih,hwc,jw->ijc", rows, x, columns, precision="highest")
 
     return _of_features("blur", by, blurred)

@@ -192,6 +192,7 @@ def rounds(
         state, info = round_fn(state, arrays, None)
         return state, jax.tree.map(lambda stacked, value: stacked.at[j].set(value), infos, info)
 
+    # n is an argument, so that one program runs any number of rounds
     return lax.fori_loop(0, n, one, (state, infos))
 
 
