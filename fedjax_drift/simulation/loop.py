@@ -27,7 +27,7 @@ from fedjax_drift.devices.processes import agree, spans_processes
 from fedjax_drift.simulation.programs import MOST_ROUNDS
 from fedjax_drift.simulation.progress import Bar, Stop
 from fedjax_drift.simulation.records import History, record
-from fedjax_drift.simulation.track import Track
+from fedjax_drift.simulation.tracks import Track
 from fedjax_drift.storage.saver import Savers
 from fedjax_drift.types import Record, ServerState
 

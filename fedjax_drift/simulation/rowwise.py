@@ -1,8 +1,8 @@
 """Whether a program computes each example of a batch on its own, read from its operations.
 
 Nothing is compiled or computed, so this costs no more than a trace, also for a large model. For every array that
-depends on the examples, the position of the batch axis is followed (`Rows`). An operation that would mix positions of
-this axis, or that is not known here, gives `MIXED`.
+depends on the examples, the position of the batch axis is followed (`BatchAxis`). An operation that would mix positions
+of this axis, or that is not known here, gives `MIXED`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from fedjax_drift.models.low_rank import scan_counts
 
 
-class Rows(NamedTuple):
+class BatchAxis(NamedTuple):
     """Where the batch axis of an array is. In row-major order, the array is [before, B, after], and position b of B
     depends on example b alone. A reshape does not change these two numbers."""
 
@@ -24,13 +24,13 @@ class Rows(NamedTuple):
     after: int
 
     @classmethod
-    def of(cls, array: Any) -> Rows:
-        """The rows of an array [B, ...]."""
+    def of(cls, array: Any) -> BatchAxis:
+        """That of an array [B, ...]."""
         return cls(1, math.prod(array.shape[1:]))
 
 
 MIXED = "mixed"
-Dependence = Rows | str | None  # None: it does not depend on the examples
+Dependence = BatchAxis | str | None  # None: it does not depend on the examples
 
 ELEMENTWISE = set(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy copy_p cos "
@@ -87,7 +87,7 @@ def _results(equation: JaxprEqn, operands: list[Dependence]) -> list[Dependence]
         return [MIXED] * count
     axis, outer, inside = place
     results = [_shape(variable) for variable in equation.outvars]
-    return [Rows(math.prod(s[:axis]) * outer, inside * math.prod(s[axis + 1 :])) for s in results]
+    return [BatchAxis(math.prod(s[:axis]) * outer, inside * math.prod(s[axis + 1 :])) for s in results]
 
 
 def _shape(variable: Any) -> tuple[int, ...]:
@@ -231,16 +231,16 @@ def _of_scan(equation: JaxprEqn, operands: list[Dependence]) -> list[Dependence]
 
     def each(rows: Dependence, variable: Any) -> Dependence:
         """The dependence of one slice along the first axis."""
-        if not isinstance(rows, Rows):
+        if not isinstance(rows, BatchAxis):
             return rows
         axis = _axis(rows, _shape(variable))
-        return Rows(rows.before // length, rows.after) if axis is not None and axis[0] > 0 else MIXED
+        return BatchAxis(rows.before // length, rows.after) if axis is not None and axis[0] > 0 else MIXED
 
     stacked = slice(consts + carried, None)
     slices = [each(*pair) for pair in zip(operands[stacked], equation.invars[stacked], strict=True)]
     body = equation.params["jaxpr"].jaxpr
     carry, outputs = _fixed(body, operands[:consts], operands[consts : consts + carried], slices)
-    return [*carry, *(Rows(y.before * length, y.after) if isinstance(y, Rows) else y for y in outputs)]
+    return [*carry, *(BatchAxis(y.before * length, y.after) if isinstance(y, BatchAxis) else y for y in outputs)]
 
 
 def _of_while(equation: JaxprEqn, operands: list[Dependence]) -> list[Dependence]:

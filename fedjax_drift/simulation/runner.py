@@ -12,7 +12,7 @@ from fedjax_drift.simulation.asked import Asked
 from fedjax_drift.simulation.loop import Loop, Schedule, Watch
 from fedjax_drift.simulation.progress import Bar, Stop
 from fedjax_drift.simulation.setup import Setup
-from fedjax_drift.simulation.track import Track
+from fedjax_drift.simulation.tracks import Track
 from fedjax_drift.simulation.until import ends, has_ended
 from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.storage.saver import saving

@@ -39,7 +39,7 @@ from fedjax_drift.simulation.selection import named_rule, rule_of
 from fedjax_drift.simulation.setup import Setup, assemble
 from fedjax_drift.simulation.sources import check_sources
 from fedjax_drift.simulation.sweep import Run, sweep
-from fedjax_drift.simulation.track import alone
+from fedjax_drift.simulation.tracks import alone
 from fedjax_drift.simulation.until import Until
 from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.storage.specification import Specification

@@ -39,7 +39,7 @@ from fedjax_drift.simulation.progress import stop_on_interrupt
 from fedjax_drift.simulation.records import SHOWN, History, complaints
 from fedjax_drift.simulation.runner import Job, train
 from fedjax_drift.simulation.setup import Setup
-from fedjax_drift.simulation.track import alone
+from fedjax_drift.simulation.tracks import alone
 from fedjax_drift.simulation.turns import Planned, Setting, side_by_side, started, turns
 from fedjax_drift.simulation.until import Until
 from fedjax_drift.storage.checkpoint import Checkpoints, restore_together, split_by_run
