@@ -51,8 +51,9 @@ from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.plan import Plan
 from fedjax_drift.simulation.planning import plan
 from fedjax_drift.simulation.progress import stop_on_interrupt
+from fedjax_drift.simulation.runs import Run, grid
 from fedjax_drift.simulation.simulation import Simulation
-from fedjax_drift.simulation.sweep import Run, grid, sweep
+from fedjax_drift.simulation.sweep import sweep
 from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Round, Row, ServerState, Work, algorithm
 from fedjax_drift.version import __version__ as __version__

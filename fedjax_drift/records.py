@@ -26,7 +26,7 @@ from fedjax_drift.spec import Fix, Text, checked
 
 if TYPE_CHECKING:
     from fedjax_drift.run_folder import LoadedRun
-    from fedjax_drift.simulation.sweep import Run
+    from fedjax_drift.simulation.runs import Run
 
 History = Sequence[Mapping[str, Any]]
 FilePath = str | os.PathLike[str]

@@ -21,8 +21,8 @@ import numpy as np
 
 from fedjax_drift import checks, spec
 from fedjax_drift.records import measured
+from fedjax_drift.simulation.runs import Run
 from fedjax_drift.simulation.simulation import Simulation
-from fedjax_drift.simulation.sweep import Run
 from fedjax_drift.spec import Fix, Text, checked
 
 __all__ = ["SEEDS", "Range", "score", "settings"]

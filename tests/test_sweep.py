@@ -20,7 +20,8 @@ from small import thorough
 
 import fedjax_drift as fd
 from fedjax_drift.simulation.executor import Executor
-from fedjax_drift.simulation.sweep import Run, grid, sweep
+from fedjax_drift.simulation.runs import Run, grid
+from fedjax_drift.simulation.sweep import sweep
 from fedjax_drift.simulation.tracks import Track
 from fedjax_drift.simulation.turns import Planned, turns
 

@@ -35,10 +35,11 @@ from fedjax_drift.simulation.plan import Plan, device_traffic, plan_of
 from fedjax_drift.simulation.progress import stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.runner import Job, train
+from fedjax_drift.simulation.runs import Run
 from fedjax_drift.simulation.selection import named_rule, rule_of
 from fedjax_drift.simulation.setup import Setup, assemble
 from fedjax_drift.simulation.sources import check_sources
-from fedjax_drift.simulation.sweep import Run, sweep
+from fedjax_drift.simulation.sweep import sweep
 from fedjax_drift.simulation.tracks import alone
 from fedjax_drift.simulation.until import Until
 from fedjax_drift.storage.checkpoint import Checkpoints

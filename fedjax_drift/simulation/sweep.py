@@ -11,14 +11,13 @@ Runs whose examples or client states are on the host, or sharded, train one afte
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -36,11 +35,12 @@ from fedjax_drift.simulation.fitting import fitting, traceable
 from fedjax_drift.simulation.loop import attach_to
 from fedjax_drift.simulation.programs import split
 from fedjax_drift.simulation.progress import stop_on_interrupt
-from fedjax_drift.simulation.records import SHOWN, History, complaints
+from fedjax_drift.simulation.records import History, complaints
 from fedjax_drift.simulation.runner import Job, train
+from fedjax_drift.simulation.runs import Run, Runs, Setting, shown
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.simulation.tracks import alone
-from fedjax_drift.simulation.turns import Planned, Setting, side_by_side, started, turns
+from fedjax_drift.simulation.turns import Planned, side_by_side, started, turns
 from fedjax_drift.simulation.until import Until
 from fedjax_drift.storage.checkpoint import Checkpoints, restore_together, split_by_run
 from fedjax_drift.storage.specification import Specification
@@ -55,64 +55,6 @@ class Simulated(Protocol):
 
     @property
     def specification(self) -> Specification: ...
-
-
-class Run(NamedTuple):
-    """One run of a sweep."""
-
-    seed: int
-    setting: Setting  # the arguments of ``build``
-    state: ServerState  # the state after the last round
-    history: list[Record]
-    algorithm: str = ""  # the name of the algorithm
-
-    def __repr__(self) -> str:
-        """Returns a short text without the arrays of the state, for notebooks, which show the value of the last
-        line."""
-        end = reprs.scores(self.history[-1] if self.history else {})
-        setting = ", ".join(f"{name!r}: {reprs.short(value)}" for name, value in self.setting.items())
-        setting = f", {{{setting}}}" if setting else ""
-        return f"Run({self.algorithm}, seed {self.seed}{setting}: {end})"
-
-
-class Runs(list[Run]):
-    """The runs of a sweep: a list, which notebooks show as a table."""
-
-    def _repr_html_(self) -> str:
-        names = list(dict.fromkeys(name for run in self for name in run.setting))
-        ends = [run.history[-1] if run.history else {} for run in self]
-        metrics = [name for name in SHOWN if any(name in end for end in ends)]
-        rows = []
-        for run, last in zip(self, ends, strict=True):
-            setting = [run.setting.get(name, "") for name in names]
-            rows.append([run.algorithm, *setting, run.seed, *(last.get(name, "") for name in metrics)])
-        header = ["algorithm", *names, "seed", *metrics]
-        return reprs.html_table(header, rows, f"{len(self)} runs, the last round of each")
-
-
-jax.tree_util.register_pytree_node(Runs, lambda runs: (list(runs), None), lambda _, items: Runs(items))
-
-
-def grid(**values: Iterable[Any]) -> list[Setting]:
-    """Returns all combinations of the values as a list of settings. The last name varies fastest.
-
-    >>> grid(lr=[0.1, 0.3], mu=[0.0, 1.0])[:2]
-    [{'lr': 0.1, 'mu': 0.0}, {'lr': 0.1, 'mu': 1.0}]
-    """
-    lists = {name: _value_list(name, iterable) for name, iterable in values.items()}
-    return [dict(zip(lists, combination, strict=True)) for combination in itertools.product(*lists.values())]
-
-
-def _shown(setting: Mapping[str, Any]) -> str:
-    """The text of a setting in a message after a comma, for example ``, lr=0.1``. An empty setting has no text."""
-    return "".join(f", {name}={checks.shown(value)}" for name, value in setting.items())
-
-
-def _value_list(name: str, values: Any) -> list[Any]:
-    """Returns the values of one name as a list. Raises ConfigurationError for a single value and for no values."""
-    if not (listed := checks.items(values)):
-        checks.refuse(f"{name} must be a list of one or more values", checks.shown(values), f"pass grid({name}=[...])")
-    return listed
 
 
 def sweep(
@@ -142,7 +84,7 @@ def sweep(
     >>> def build(lr):
     ...     model, local = fd.models.linear((2,), num_classes=2), fd.LocalTraining(lr=lr)
     ...     return fd.Simulation(model, data, fd.algorithms.fedavg(), local=local, cohort_size=2)
-    >>> runs = sweep(build, 3, seeds=range(2), settings=grid(lr=[0.1, 0.5]), progress=False)
+    >>> runs = fd.sweep(build, 3, seeds=range(2), settings=fd.grid(lr=[0.1, 0.5]), progress=False)
     >>> [(run.setting["lr"], run.seed, len(run.history)) for run in runs]
     [(0.1, 0, 3), (0.1, 1, 3), (0.5, 0, 3), (0.5, 1, 3)]
 
@@ -339,7 +281,7 @@ def _complaints(planned: Sequence[Planned], run: int, t: int, info: dict, entry:
             validate.check_scores(setup.engine.algorithm, t, scores)
         except ConfigurationError as error:
             messages["not finite"] = str(error)
-    return {kind: f"seed {seed}{_shown(setting)}, {text}" for kind, text in messages.items()}
+    return {kind: f"seed {seed}{shown(setting)}, {text}" for kind, text in messages.items()}
 
 
 def _names_of_runs(planned: Sequence[Planned]) -> list[str]:
@@ -398,14 +340,14 @@ def _build_all(build: Callable[..., Simulated], settings: Sequence[Setting]) -> 
         try:
             sim = build(**setting)
         except ValueError as error:
-            raise ConfigurationError(f"setting {i}{_shown(setting)}: {error}") from error
+            raise ConfigurationError(f"setting {i}{shown(setting)}: {error}") from error
         if not isinstance(getattr(sim, "setup", None), Setup):
             checks.refuse("build must return a Simulation", type(sim).__name__)
         validate.check_x64(sim.setup.x64)
         check_sweepable(sim.setup)
         simulations.append(sim)
         if sim.setup.mesh != simulations[0].setup.mesh:
-            got = f"{simulations[0].setup.mesh} in setting 0 and {sim.setup.mesh} in setting {i}{_shown(setting)}"
+            got = f"{simulations[0].setup.mesh} in setting 0 and {sim.setup.mesh} in setting {i}{shown(setting)}"
             checks.refuse("settings must use the same devices", got, "create the mesh outside build")
     _warn_of_copies([sim.setup for sim in simulations])
     return simulations
@@ -455,7 +397,7 @@ def _check_start(start: Sequence[Run], planned: Sequence[Planned], params: Param
         runs = [run for run in start if run.seed == seed and dict(run.setting) == setting]
         if len(runs) != 1:
             what = "start must have one run of every seed and setting"
-            checks.refuse(what, f"{len(runs)} runs of seed {seed}{_shown(setting)}")
+            checks.refuse(what, f"{len(runs)} runs of seed {seed}{shown(setting)}")
         states.append(setup.admit(runs[0].state))
     rounds = sorted({int(state.round) for state in states})
     if len(rounds) > 1:

@@ -17,13 +17,12 @@ from fedjax_drift.devices.mesh import copied
 from fedjax_drift.simulation.executor import Executor
 from fedjax_drift.simulation.layout import Layout, Turn
 from fedjax_drift.simulation.programs import KEPT, scoring, split
+from fedjax_drift.simulation.runs import Setting
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.simulation.starting import specification
 from fedjax_drift.simulation.tracks import Track
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.types import THREEFRY, Params, ServerState
-
-Setting = dict[str, Any]
 
 
 class Planned(NamedTuple):
