@@ -229,7 +229,7 @@ def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     assert [record["seed"] for record in run.history] == [4] * 40
     assert len((folder / "clients.csv").read_text().splitlines()) == 1 + 2 * 6  # the scores are means over the seeds
     for wrong, said in (
-        (["--seeds", "2", "--stream", "yes"], "--seeds 2: stream must be False in a sweep"),
+        (["--seeds", "2", "--on-nonfinite", "raise"], '--seeds 2: on_nonfinite must be "keep" or'),
         (["--target", "97"], "must be an accuracy in 0..1, got '97': 0.97 for 97 %"),
         (["--target", "0.5", "--eval-every", "0"], "--target needs evaluations, got 0.5 with --eval-every 0"),
     ):

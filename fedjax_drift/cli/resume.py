@@ -94,13 +94,21 @@ def restored(
     for name, sim in simulations.items():
         kept = checkpoints[name]
         if len(seeds) > 1:
-            _, histories = sweep.restored(sim, kept, seeds, rounds)
-            if any(histories):
+            states, histories = sweep.restored(sim, kept, seeds, rounds)
+            if states is None:
+                _move_left(sim)
+            elif any(histories):
                 pairs = zip(seeds, histories, strict=True)
                 found[name] = None, [{"seed": seed, **record} for seed, history in pairs for record in history]
         elif kept.rounds:
             found[name] = kept.restore(sim)
-        elif sim.bank not in BANKS and Path(sim.bank).is_dir() and not spans_processes(sim.mesh):
-            bank = Path(sim.bank)  # of a run that ended before its first checkpoint
-            bank.rename(unused(bank.with_name(bank.name + ".left")))
+        else:
+            _move_left(sim)
     return found
+
+
+def _move_left(sim: fd.Simulation) -> None:
+    """Renames the folder of client states of a run that ended before its first checkpoint."""
+    bank = Path(sim.bank)
+    if sim.bank not in BANKS and bank.is_dir() and not spans_processes(sim.mesh):
+        bank.rename(unused(bank.with_name(bank.name + ".left")))

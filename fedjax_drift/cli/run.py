@@ -88,7 +88,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "number of processes P, and the index I (0..P-1) of this process", processes, nargs="?", const=(None,) * 3)
     add_output(group)
     add(group, "--seeds", "N", "number of seeds; the seeds are SEED to SEED + N - 1. A seed changes the cohorts and "
-        "the initial model, but not the partition. All seeds run side by side in one program. Tables and plots show "
+        "the initial model, but not the partition. All seeds run in one program. Tables and plots show "
         "the mean over seeds and its 95 % confidence interval", number_of_seeds, 1)
     add(group, "--target", "ACCURACY",
         "target accuracy in 0..1: report and plot the first round that reaches this accuracy", accuracy)

@@ -28,12 +28,10 @@ CONSTANT, SERVER, CLIENT = range(3)  # what a value depends on; everything also 
 
 
 class Exchanged(NamedTuple):
-    """What a client sends and receives in a round."""
+    """The bytes that a client sends and receives in a round."""
 
-    message: PyTree  # the shapes and dtypes of a message
-    surveyed: PyTree  # those of the mean of the first phase; None without it
-    up: int  # the bytes that the client sends, without those of codecs
-    down: int  # the bytes that it receives, if no source codes the global model
+    up: int  # without those of codecs
+    down: int  # if no source codes the global model
 
 
 @partitionable
@@ -42,7 +40,7 @@ def exchanged(engine: Engine, server: PyTree) -> Exchanged:
     rows, surveyed = Rows(*engine.federation.row), None
     if engine.algorithm.survey is not None:
         surveyed = jax.eval_shape(lambda *given: summed(results(engine, *given)[0].message), server, rows)
-    return Exchanged(*traffic(engine, server, rows, surveyed))
+    return traffic(engine, server, rows, surveyed)
 
 
 def summed_message(engine: Engine, params: Params) -> PyTree:
@@ -76,8 +74,8 @@ def sent(engine: Engine, state: ServerState, client: Exchanged) -> Any:
     return client.up + sum(bits) / 8  # the compiler removes everything else
 
 
-def traffic(engine: Engine, server: PyTree, rows: Rows, surveyed: PyTree) -> tuple[PyTree, PyTree, int, int]:
-    """The fields of `Exchanged`, from the program of one client. server, rows, surveyed: only shapes are used."""
+def traffic(engine: Engine, server: PyTree, rows: Rows, surveyed: PyTree) -> Exchanged:
+    """The bytes, from the program of one client. server, rows, surveyed: only shapes are used."""
 
     def traced(server: PyTree, state: PyTree, rows: Rows, t: jax.Array, surveyed: PyTree) -> tuple:
         key = jax.random.fold_in(jax.random.key(0, impl=THREEFRY), t)
@@ -92,7 +90,7 @@ def traffic(engine: Engine, server: PyTree, rows: Rows, surveyed: PyTree) -> tup
     source, needed = _sources(program, variables)
     of_client = [v for v in program.outvars[: len(jax.tree.leaves(shapes[0]))] if _of(source, v) == CLIENT]
     up, read, computed = (tree.nbytes([v.aval for v in each]) for each in (of_client, variables, needed))
-    return shapes[1][-1].message, surveyed, up, min(read, computed) + tree.nbytes(surveyed)
+    return Exchanged(up, min(read, computed) + tree.nbytes(surveyed))
 
 
 def _sources(program: Jaxpr, variables: list[Var]) -> tuple[dict[Var, int], set[Any]]:

@@ -60,5 +60,4 @@ class Asked:
             eval_every=self.eval_every if tested else 0,
             measure_every=self.measure_every if any(setup.measures for setup in setups) else 0,
             save_every=(checkpoints.every or 0) if checkpoints is not None else 0,
-            one_round_a_program=False,  # `runner.train` knows
         )

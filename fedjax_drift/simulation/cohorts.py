@@ -41,10 +41,8 @@ def checked_cohort(setup: Setup, cohort: Any, what: str = "cohort") -> jax.Array
     return put(ids, setup.everywhere) if spans_processes(setup.mesh) else ids
 
 
-def cohorts(setup: Setup, cohort: Cohorts | None, first: int, last: int) -> Callable[[int], Any]:
-    """Returns the function from a round in first..last-1 to its checked cohort, or to None if it is to be drawn."""
-    if cohort is None:
-        return lambda t: None
+def cohorts(setup: Setup, cohort: Cohorts, first: int, last: int) -> Callable[[int], Any]:
+    """Returns the function from a round in first..last-1 to its checked cohort."""
 
     def of_round(t: int, ids: Any) -> Any:
         return checked_cohort(setup, () if ids is None else ids, f"cohort, in round {t},")

@@ -1,4 +1,4 @@
-"""Runs the compiled programs of a simulation, of one run or of several, and replaces them if they fail (`fitting`)."""
+"""Runs the compiled programs of a simulation, of one run or of several, and replaces them if they fail (`retries`)."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.evaluate import after, server_scores, shifted
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.description import title
-from fedjax_drift.simulation.fitting import UNTRACEABLE, fitting, traceable
 from fedjax_drift.simulation.host import Fetched, Host
 from fedjax_drift.simulation.layout import Turn
 from fedjax_drift.simulation.placement import on_host
 from fedjax_drift.simulation.programs import Programs
 from fedjax_drift.simulation.records import nonfinite_message
+from fedjax_drift.simulation.retries import UNTRACEABLE, fitting, traceable
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.types import ServerState
@@ -181,8 +181,8 @@ class Executor:
 
     def _halve_lanes(self, state: ServerState, error: jax.errors.JaxRuntimeError) -> None:
         """Halves the number of lanes after a program with this state didn't fit in a device's memory."""
-        if self.turn is not None and self.turn.layout.per_device > 1:
-            raise error  # a sweep first trains fewer runs side by side
+        if self.turn is not None:
+            raise error  # its state was donated; the sweep starts again with less
         lanes = self.setup.engine.lanes
         lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
         if lanes == 1:

@@ -52,7 +52,7 @@ class Schedule:
     eval_every: int
     measure_every: int
     save_every: int
-    one_round_a_program: bool
+    one_round_a_program: bool = False  # `runner.train` sets it
 
     def rounds_at_once(self, seconds: float) -> int:
         """Returns the number of rounds in one program, if a round takes ``seconds`` seconds."""

@@ -68,7 +68,8 @@ def train(
                 saving(job.checkpoints, job.specifications, starts, stop.held, back=job.from_start)
             )
             before = savers.before
-        ended = {run for run, history in enumerate(before) if asked.until and has_ended(asked.until, history)}
+        until = asked.until
+        ended = {run for run, history in enumerate(before) if until is not None and has_ended(until, history)}
         if len(ended) == len(before):
             schedule = replace(schedule, last=first)
         restored = [*chain(*before)] if job.from_start else []
@@ -78,10 +79,10 @@ def train(
             bar.update(entry, restored=True)
 
         def run_ends(run: int, history: list[Record]) -> bool:
-            assert asked.until is not None
-            return run in ended or ends(asked.until, before[run] + history)
+            assert until is not None
+            return run in ended or ends(until, before[run] + history)
 
-        watch = Watch(job.complaints, job.on_record, run_ends if asked.until else None)
+        watch = Watch(job.complaints, job.on_record, run_ends if until is not None else None)
         loop = Loop(tracks, mesh, schedule, watch, bar, stop)
         loop.savers = savers
         loop.run(first, lambda error, states: job.attach(error, states, loop.histories))

@@ -98,8 +98,8 @@ class Setup:
 
     @property
     def trains_alone(self) -> bool:
-        """Whether a sweep trains each run of this simulation in a program of its own."""
-        return self.needs_host or self.client_store == "sharded" or self.engine.rows_by_rank is not None
+        """Whether a sweep trains the runs of this simulation one after another, each on all devices."""
+        return self.needs_host or self.engine.sharded or self.engine.rows_by_rank is not None
 
     @property
     def can_be_refused(self) -> bool:

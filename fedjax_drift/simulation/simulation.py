@@ -232,7 +232,7 @@ class Simulation:
           ValueError: the folder belongs to another federation, algorithm, model, key or round. The message lists the
             differences. Or a field of the state is missing.
         """
-        return starting.reopen(self.executor, self.specification.identity, state, round, strict)
+        return starting.reopen(self.executor, lambda: self.specification, state, round, strict)
 
     def round_fn(
         self, state: ServerState, cohort: Sequence[int] | Sequence[str] | np.ndarray | jax.Array | None = None
@@ -411,7 +411,7 @@ class Simulation:
         )  # fmt: skip
         with (
             stop_on_interrupt(terminate=checkpoints is not None) as stop,
-            alone(self.executor, state, last, given) as track,
+            alone(self.executor, state, last, may_overwrite=setup.donate, cohort_of=given) as track,
         ):
             (state,), _, (history,) = train(job, [track], first, stop)
         return state, history
@@ -431,7 +431,7 @@ class Simulation:
         checkpoints: Checkpoints | str | os.PathLike | None = None,
         until: Until | None = None,
     ) -> list[Run]:
-        """Runs this simulation with many seeds in one program. See `fd.sweep` for the arguments.
+        """Runs this simulation with many seeds. See `fd.sweep` for the arguments.
 
         Returns one `Run` per seed, in the order of ``seeds``.
         """

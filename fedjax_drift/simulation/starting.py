@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from fedjax_drift.simulation.executor import Executor
 from fedjax_drift.simulation.placement import moved
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.identity import identity
-from fedjax_drift.storage.specification import ON_DEVICES, Specification
+from fedjax_drift.storage.specification import Specification
 from fedjax_drift.types import Params, ServerState
 
 
@@ -33,7 +32,7 @@ def specification(executor: Executor, known: dict[str, Any] | None = None) -> Sp
         client_store=setup.client_store,
         identity=known,
         admit=setup.admit,
-        reopen=partial(reopen, executor, known),
+        reopen=lambda *given: reopen(executor, lambda: specification(executor, known), *given),
     )
 
 
@@ -50,19 +49,23 @@ def start(
     if not setup.states_on_host:
         return state
     setup.refuse_traced("key", state)
-    folder = None if setup.client_store == "host" else setup.client_store
+    folder = setup.client_store if setup.in_files else None
     identity_of_store = described().store_identity(state)
     store = ClientStore.create(_of_one(state), setup.data.num_clients, folder, identity_of_store)
     return state._replace(clients=store)
 
 
 def reopen(
-    executor: Executor, identity: dict[str, Any], state: ServerState, at: int | None = None, strict: bool = True
+    executor: Executor,
+    described: Callable[[], Specification],
+    state: ServerState,
+    at: int | None = None,
+    strict: bool = True,
 ) -> ServerState:
-    """See `Simulation.reopen`. identity: that of the specification. at: the round."""
+    """See `Simulation.reopen`. described: see `start`. at: the round."""
     setup = executor.setup
     folder = setup.client_store
-    if folder in (*ON_DEVICES, "host"):
+    if not setup.in_files:
         fix = "create the simulation with bank=path"
         checks.refuse("bank must be a folder for reopen", f"bank={folder!r}", fix)
     validate.check_state(state)
@@ -71,7 +74,7 @@ def reopen(
     tree.check_layout(state._replace(clients=()), setup.state._replace(clients=()), what)
     key, params = moved((state.key, state.params), setup.everywhere)
     first = executor.launch("init", key, params, setup.arrays.sizes)
-    identity_of_store = specification(executor, identity).store_identity(state)
+    identity_of_store = described().store_identity(state)
     store = ClientStore.open(folder, _of_one(first), setup.data.num_clients, identity_of_store, at, strict)
     return setup.admit(state._replace(clients=store))
 

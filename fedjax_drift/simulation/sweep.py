@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from numbers import Real
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -26,16 +25,15 @@ from fedjax_drift import checks, reprs, tree
 from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.devices.mesh import num_teams
 from fedjax_drift.devices.processes import spans_processes
-from fedjax_drift.disk import unused
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.simulation import starting, validate
 from fedjax_drift.simulation.asked import Asked
 from fedjax_drift.simulation.executor import Executor
-from fedjax_drift.simulation.fitting import fitting, traceable
 from fedjax_drift.simulation.loop import attach_to
 from fedjax_drift.simulation.programs import split
 from fedjax_drift.simulation.progress import stop_on_interrupt
 from fedjax_drift.simulation.records import History, complaints
+from fedjax_drift.simulation.retries import fitting, traceable
 from fedjax_drift.simulation.runner import Job, train
 from fedjax_drift.simulation.runs import Run, Runs, Setting, shown
 from fedjax_drift.simulation.setup import Setup
@@ -77,7 +75,10 @@ def sweep(
 
     Except for rounding errors, a run gives the same results as ``sim = build(**setting)`` followed by
     ``sim.run(sim.init(jax.random.key(seed)), rounds)``. All runs together take less time than such separate runs. If
-    the algorithm is stateful, the memory must have room for the client states of all runs.
+    the algorithm is stateful, the memory must have room for the client states of all runs, unless they are in files.
+
+    Runs whose examples or client states are on the host, or sharded over several devices, train one after another, each
+    on all devices. With ``bank=folder``, each run has a folder in it, with the name that its checkpoints have.
 
     >>> import fedjax_drift as fd
     >>> data = fd.FederatedData.from_clients([(np.eye(2, dtype="f4"), np.array([0, 1])) for _ in range(4)])
@@ -132,7 +133,7 @@ def sweep(
         - The simulations use several processes or ``on_nonfinite="raise"``.
         - The client states do not fit in the devices' memory.
         - The checkpoints belong to another sweep or have more rounds.
-      MemoryError: a single run does not fit in a device's memory.
+      MemoryError: a single run does not fit in a device's memory, even with 1 lane.
     """
     asked = Asked(rounds, eval_every, measure_every, progress, until)
     if on_round is not None:
@@ -179,21 +180,34 @@ def sweep(
         specifications=specifications,
         from_start=bool(each_checkpoints),
     )  # fmt: skip
-    if states is None and each_checkpoints:
-        _move_left_folders(planned)
-    by_themselves = _started_alone(planned, params, states)
+    stores: dict[int, ServerState] = {}  # first states whose client states are on the host, also for another attempt
 
-    def attempt(most: int, constant: bool) -> list[Run]:
+    def first_state(run: int, executor: Executor) -> ServerState:
+        if states is not None:
+            return states[run]
+        if run not in stores:
+            key = jax.random.key(planned[run].seed)
+            state = starting.start(executor, key, params, planned[run].specification)
+            if not executor.setup.states_on_host:
+                return state
+            stores[run] = state
+        return stores[run]
+
+    def attempt(planned: Sequence[Planned], most: int, constant: bool) -> list[Run]:
         """Runs all rounds, with at most ``most`` runs side by side on a device."""
         with ExitStack() as stack:
             tracks = [started(executor, params, states) for executor in turns(planned, most, constant)]
-            for run, (executor, state) in by_themselves.items():
-                tracks.append(stack.enter_context(alone(executor, state, last, run=run)))
+            for run, setup in enumerate(setups):
+                if setup.trains_alone:
+                    executor, own = Executor(setup), states is None and not setup.states_on_host
+                    track = alone(executor, first_state(run, executor), last, may_overwrite=own, run=run)
+                    tracks.append(stack.enter_context(track))
             newest, before, histories = train(job, tracks, first, stop)
         return runs_of(newest, [History(old + new) for old, new in zip(before, histories, strict=True)])
 
+    most = _most(together, planned)
     with stop_on_interrupt(terminate=bool(each_checkpoints)) as stop:
-        return _with_runs_that_fit(attempt, planned, _most(together, planned))
+        return _with_runs_that_fit(attempt, planned, most)
 
 
 def _most(together: int | str, planned: Sequence[Planned]) -> int:
@@ -202,8 +216,10 @@ def _most(together: int | str, planned: Sequence[Planned]) -> int:
     return side_by_side(planned, together if isinstance(together, int) else 1 if on_cpu else len(planned))
 
 
-def _with_runs_that_fit(attempt: Callable[[int, bool], list[Run]], planned: Sequence[Planned], most: int) -> list[Run]:
-    """Returns ``attempt(most, constant)``, with as many runs side by side as fit in a device's memory.
+def _with_runs_that_fit(
+    attempt: Callable[[Sequence[Planned], int, bool], list[Run]], planned: Sequence[Planned], most: int
+) -> list[Run]:
+    """Returns ``attempt(planned, most, constant)``, with as many runs and lanes as fit in a device's memory.
 
     constant: whether hyper-parameters are constants of the programs.
     """
@@ -215,39 +231,39 @@ def _with_runs_that_fit(attempt: Callable[[int, bool], list[Run]], planned: Sequ
         return not had
 
     def smaller(error: jax.errors.JaxRuntimeError) -> None:
-        nonlocal most
+        nonlocal most, planned
         if any(run.history for run in getattr(error, "runs", [])):
             raise error
-        if most == 1:
-            what = "a run does not fit in a device's memory: pass a smaller lanes=, or sweep fewer runs"
-            raise MemoryError(what) from error
-        fewer = side_by_side(planned, most // 2)
-        checks.warn(f"{most} runs side by side do not fit in a device's memory, continuing with {fewer}")
-        most = fewer
+        if most > 1:
+            fewer = side_by_side(planned, most // 2)
+            checks.warn(f"{most} runs side by side do not fit in a device's memory, continuing with {fewer}")
+            most = fewer
+            return
+        lanes = max((plan.setup.engine.lanes for plan in planned if not plan.setup.trains_alone), default=1)
+        if lanes == 1:
+            raise MemoryError(
+                "a run does not fit in a device's memory even with 1 lane: use a smaller model, batch_size or "
+                "cohort_size, or sweep fewer runs"
+            ) from error
+        checks.warn(f"{lanes} lanes do not fit in a device's memory: the sweep continues with {lanes // 2}")
+        planned = [plan.with_lanes(min(plan.setup.engine.lanes, lanes // 2)) for plan in planned]
 
-    return fitting(lambda: traceable(lambda: attempt(most, constant), use_constants), smaller)
+    return fitting(lambda: traceable(lambda: attempt(planned, most, constant), use_constants), smaller)
 
 
 def _planned(
     simulations: Sequence[Simulated], settings: Sequence[Setting], seeds: Sequence[int], saved: bool
 ) -> tuple[list[Planned], list[str]]:
     """Returns all runs, and their names if these are needed: for the folders of checkpoints or of client states."""
-    pairs = [(sim, setting, seed) for sim, setting in zip(simulations, settings, strict=True) for seed in seeds]
     planned = [
-        Planned(seed, setting, sim.setup, partial(getattr, sim, "specification")) for sim, setting, seed in pairs
+        Planned(seed, setting, sim.setup, lambda sim=sim: sim.specification)  # type: ignore[misc]
+        for sim, setting in zip(simulations, settings, strict=True)
+        for seed in seeds
     ]
     if not saved and not any(sim.setup.in_files for sim in simulations):
         return planned, []
     names = _names_of_runs(planned)
     return [plan.in_folder(name) for plan, name in zip(planned, names, strict=True)], names
-
-
-def _move_left_folders(planned: Sequence[Planned]) -> None:
-    """Renames folders of client states of a sweep that was killed before its first checkpoints."""
-    for plan in planned:
-        folder = Path(plan.setup.client_store)
-        if plan.setup.in_files and folder.is_dir():
-            folder.rename(unused(folder.with_name(folder.name + ".left")))
 
 
 def restored(
@@ -256,19 +272,6 @@ def restored(
     """The states and histories from which a sweep of ``sim`` over ``seeds`` resumes, see `restore_together`."""
     planned, names = _planned([sim], [{}], seeds, saved=True)
     return restore_together(split_by_run(checkpoints, names), [plan.specification() for plan in planned], rounds)
-
-
-def _started_alone(
-    planned: Sequence[Planned], params: Params | None, states: Sequence[ServerState] | None
-) -> dict[int, tuple[Executor, ServerState]]:
-    """The runs that train in programs of their own, with their first states."""
-    runs = {}
-    for run, plan in enumerate(planned):
-        if plan.setup.trains_alone:
-            executor, key = Executor(plan.setup), jax.random.key(plan.seed)
-            state = starting.start(executor, key, params, plan.specification) if states is None else states[run]
-            runs[run] = executor, state
-    return runs
 
 
 def _complaints(planned: Sequence[Planned], run: int, t: int, info: dict, entry: Record) -> dict[str, str]:
@@ -285,15 +288,20 @@ def _complaints(planned: Sequence[Planned], run: int, t: int, info: dict, entry:
 
 
 def _names_of_runs(planned: Sequence[Planned]) -> list[str]:
-    """Returns the names of the runs' checkpoint folders: the values that differ between settings, and the seed."""
+    """Returns the names of the runs' folders: the values that differ between settings, and the seed."""
     settings = [plan.setting for plan in planned]
     varied = [name for name, one in settings[0].items() if not all(_alike(one, other[name]) for other in settings)]
     for name in varied:
         for setting in settings:
             if not isinstance(value := setting[name], bool | Real | str) or "/" in str(value):
-                what = f"{name} must be a number or a name in a sweep with checkpoints, because it names their folders"
+                where = "in a sweep with checkpoints or bank=folder"
+                what = f"{name} must be a number or a name {where}, because it names the folders of the runs"
                 checks.refuse(what, checks.shown(value), "pass a name to build, and look the value up there")
-    return ["-".join([*(f"{name}={plan.setting[name]}" for name in varied), f"seed-{plan.seed}"]) for plan in planned]
+    names = ["-".join([*(f"{name}={plan.setting[name]}" for name in varied), f"seed-{plan.seed}"]) for plan in planned]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        what = "checkpoints and bank=folder need a different folder for each run"
+        checks.refuse(what, f"{twice} twice", "leave out the repeated setting")
+    return names
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -375,13 +383,14 @@ def check_sweepable(setup: Setup) -> None:
 
 
 def _check_memory(planned: Sequence[Planned]) -> None:
+    mesh, D = planned[0].setup.mesh, num_teams(planned[0].setup.mesh)
     setups = [plan.setup for plan in planned if not plan.setup.states_on_host]
-    mesh = planned[0].setup.mesh
-    D = num_teams(mesh)
-    devices = D if len(planned) >= D or any(setup.engine.sharded for setup in setups) else 1  # that share the states
-    needed = -(-len(setups) // devices) * max((tree.nbytes(setup.state.clients) for setup in setups), default=0)
+    together = [tree.nbytes(setup.state.clients) for setup in setups if not setup.trains_alone]
+    devices = D if len(together) >= D else 1  # devices that hold states of different runs
+    needed = -(-len(together) // devices) * max(together, default=0)
+    needed += sum(tree.nbytes(s.state.clients) // (D if s.engine.sharded else 1) for s in setups if s.trains_alone)
     if needed > memory_of(mesh):
-        what = f"the client states of {len(planned)} runs must fit in the devices' memory"
+        what = f"the client states of {len(setups)} runs must fit in the devices' memory"
         checks.refuse(what, f"{needed / 1e9:.1f} GB on each device", "sweep fewer runs at a time")
 
 

@@ -27,18 +27,25 @@ class Track:
       fetch: ``fetch(t, state)`` returns what round t, which starts with ``state``, needs from the host. Default: the
         data are on the devices.
       stacked: whether a program may run several rounds.
+      may_overwrite: whether the first program may overwrite the state.
     """
 
     def __init__(
-        self, executor: Executor, state: ServerState, run: int = 0, fetch: Fetch | None = None, stacked: bool = True
+        self,
+        executor: Executor,
+        state: ServerState,
+        run: int = 0,
+        fetch: Fetch | None = None,
+        stacked: bool = True,
+        may_overwrite: bool = True,
     ) -> None:
         self.executor, self.state, self.stacked = executor, state, stacked
         turn = executor.turn
         self.places = [(0, run)] if turn is None else [*turn.places()]
         self.runs = [run for _, run in self.places]
         self._fetch = fetch or (lambda t, state: Fetched(executor.arrays))
-        self._may_overwrite = executor.setup.donate or turn is not None  # the first state; later ones are overwritten
-        self._done: int  # the number of rounds after the last program
+        self._may_overwrite = may_overwrite
+        self._done: int  # the number of completed rounds when the last program has finished
 
     def prepare(self, t: int) -> None:
         """Waits for the data and client states that round t needs from the host."""
@@ -80,11 +87,17 @@ def _at(i: int, values: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def alone(
-    executor: Executor, state: ServerState, last: int, cohort_of: Callable[[int], Any] | None = None, run: int = 0
+    executor: Executor,
+    state: ServerState,
+    last: int,
+    *,
+    may_overwrite: bool,
+    cohort_of: Callable[[int], Any] | None = None,
+    run: int = 0,
 ) -> Iterator[Track]:
     """Yields the track of one run until round ``last``. While it trains, the next round is fetched from the host.
 
-    cohort_of: the cohort of a round; None: they are drawn.
+    may_overwrite: see `Track`. cohort_of: the cohort of a round; None: they are drawn.
     """
     setup, given = executor.setup, cohort_of or (lambda t: None)
     fetching: Any = nullcontext(lambda t, state: Fetched(setup.arrays, given(t)))
@@ -94,4 +107,5 @@ def alone(
         if setup.selects_ahead or cohort_of is not None:
             fetching = prefetching(lambda t: executor.fetch(at_round(start, t), given(t)), last)
     with fetching as fetch:
-        yield Track(executor, state, run, fetch, stacked=not setup.one_round_a_program and cohort_of is None)
+        stacked = not setup.one_round_a_program and cohort_of is None
+        yield Track(executor, state, run, fetch, stacked, may_overwrite)

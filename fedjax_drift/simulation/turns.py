@@ -33,6 +33,9 @@ class Planned(NamedTuple):
     setup: Setup
     specification: Callable[[], Specification]
 
+    def with_lanes(self, lanes: int) -> Planned:
+        return self if self.setup.trains_alone else self._replace(setup=self.setup.with_lanes(lanes))
+
     def in_folder(self, name: str) -> Planned:
         """The run with a folder of its own, if its client states are in files: a folder in that of the simulation."""
         if not self.setup.in_files:

@@ -221,11 +221,6 @@ class Checkpoints:
 def split_by_run(checkpoints: Checkpoints | str | os.PathLike, names: Sequence[str]) -> list[Checkpoints]:
     """Returns one `Checkpoints` per run, each for a subfolder with the name of the run."""
     whole = checkpoints if isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        checks.refuse(
-            "checkpoints need a different folder for each run", f"{twice} twice", "leave out the repeated setting"
-        )
     return [replace(whole, folder=whole.path / name) for name in names]
 
 
