@@ -39,7 +39,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from together import forgetting
+from small import forgetting
 
 import fedjax_drift as fd
 from fedjax_drift.simulation.loop import Loop

@@ -25,6 +25,22 @@ def thorough(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.thorough)
 
 
+@fd.sources.rule
+def forgetting(every: int) -> fd.sources.Source:
+    """A client does not report in every ``every``-th round in which it is selected."""
+
+    def select(selected: jax.Array, cohort: Any, moment: Any) -> Any:
+        return cohort.without((selected[cohort.clients.id] + 1) % every == 0)
+
+    def after(selected: jax.Array, outcome: Any, moment: Any) -> tuple[jax.Array, dict]:
+        forgot = outcome.clients.id == moment.num_clients
+        return selected.at[outcome.drawn].add(1, mode="drop"), {"forgot": forgot.sum()}
+
+    return fd.sources.Source(
+        "forgetting", init=lambda moment: jnp.zeros(moment.num_clients, int), select=select, after=after
+    )
+
+
 def _logits(w: jax.Array, x: jax.Array) -> jax.Array:
     z = x[:, 1] * (w - x[:, 0])
     return jnp.stack([z, jnp.zeros_like(z)], 1)

@@ -9,28 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import quadratics
+from small import forgetting, quadratics
 
 import fedjax_drift as fd
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.round.sources import Cohort, Moment, Outcome, Received, Source, Start
+from fedjax_drift.round.sources import Moment, Received, Source, Start
 from fedjax_drift.testing import _data, contract_simulation
 
 TARGETS, SIZES = [2.0, 8.0, -4.0, 6.0], [1, 3, 2, 2]
-
-
-@fd.sources.rule
-def forgetting(every: int) -> Source:
-    """A client does not report in every ``every``-th round in which it is selected."""
-
-    def select(selected: jax.Array, cohort: Cohort, moment: Moment) -> Cohort:
-        return cohort.without((selected[cohort.clients.id] + 1) % every == 0)
-
-    def after(selected: jax.Array, outcome: Outcome, moment: Moment) -> tuple[jax.Array, dict]:
-        forgot = outcome.clients.id == moment.num_clients
-        return selected.at[outcome.drawn].add(1, mode="drop"), {"forgot": forgot.sum()}
-
-    return Source("forgetting", init=lambda moment: jnp.zeros(moment.num_clients, int), select=select, after=after)
 
 
 @fd.sources.rule
@@ -276,8 +262,10 @@ EXCLUDED = {
 
 # --- placements, resumed runs and sweeps of every source --------------------------------------------------------------
 
+TWO = fd.clients_mesh(jax.devices()[:2])
 PLACES: dict[str, dict[str, Any]] = {
-    "sharded": {"lanes": 1, "bank": "sharded", "shard_data": True, "mesh": fd.clients_mesh(jax.devices()[:2])},
+    "two devices": {"lanes": 1, "mesh": TWO},
+    "sharded": {"lanes": 1, "bank": "sharded", "shard_data": True, "mesh": TWO},
     "files": {"stream": True},
     "sweep": {},
 }
@@ -291,27 +279,35 @@ PLACED = [
 
 @pytest.mark.parametrize(("place", "source", "which"), PLACED)
 def test_a_placement_a_resumed_run_and_a_sweep_do_not_change_a_source(place, source, which, tmp_path) -> None:
-    value, options, seeds = VALUES[source][which], PLACES[place], [1, 2]
-    if place == "files":
-        options = options | {"bank": str(tmp_path / "states")}
+    value, seeds = VALUES[source][which], [1, 2]
+
+    def placed(folder: str) -> fd.Simulation:
+        return combined(value, PLACES[place] | ({"bank": str(tmp_path / folder)} if place == "files" else {}))
+
+    def run(sim: fd.Simulation, state: fd.ServerState, rounds: int, **options: Any) -> Any:
+        state, _ = sim.run(state, rounds, eval_every=0, progress=False, **options)
+        return state.server, state.sources
+
     plain = combined(value, {"lanes": 1})
-    wanted = [plain.run(plain.init(jax.random.key(k)), 4, eval_every=0, progress=False)[0] for k in seeds]
+    wanted = [run(plain, plain.init(jax.random.key(seed)), 4) for seed in seeds]
     if place == "sweep":
-        got = [run.state for run in plain.sweep(4, seeds, eval_every=0, progress=False)]
+        runs = plain.sweep(4, seeds, eval_every=0, progress=False)
+        got = [(run.state.server, run.state.sources) for run in runs]
     else:
         try:
-            sim = combined(value, options)
+            sim = placed("whole")
         except ConfigurationError as error:
             assert (place, source, which) in REFUSED, str(error)
             return
-        checkpoints = fd.Checkpoints(tmp_path / "run", every=2)
-        sim.run(sim.init(jax.random.key(1)), 2, eval_every=0, progress=False, checkpoints=checkpoints)
-        again = combined(value, options)
-        got = [again.run(checkpoints.restore(again)[0], 2, eval_every=0, progress=False)[0]]
+        got = [run(sim, sim.init(jax.random.key(1)), 4)]
+        sim, checkpoints = placed("parts"), fd.Checkpoints(tmp_path / "run", every=2)
+        run(sim, sim.init(jax.random.key(1)), 2, checkpoints=checkpoints)
+        again = placed("parts")
+        resumed = run(again, checkpoints.restore(again)[0], 2)
+        jax.tree.map(np.testing.assert_array_equal, resumed, got[0])
     assert (place, source, which) not in REFUSED
     for one, other in zip(wanted, got, strict=False):
-        pairs = zip(*map(jax.tree.leaves, ((one.server, one.sources), (other.server, other.sources))), strict=True)
-        for a, b in pairs:
+        for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
             np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
 
 

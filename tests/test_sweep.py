@@ -499,14 +499,14 @@ def test_a_stopped_sweep_resumes_with_bitwise_identical_results(data, ends, tmp_
 PLACES = {
     "streamed": {"stream": True},
     "host": {"bank": "host"},
-    "files": {"bank": "states", "stream": True},
+    "files": {"stream": True},
     "sharded": {"bank": "sharded", "shard_data": True},
 }
 
 
 @pytest.mark.parametrize("place", [thorough("streamed"), thorough("host"), "files", thorough("sharded")])
 def test_a_sweep_of_runs_whose_data_are_elsewhere_is_stopped_and_resumed(data, place, tmp_path) -> None:
-    """Each run trains in a program of its own, and has a folder of its own for client states in files."""
+    """The runs train one after another, and each has a folder of its own for client states in files."""
 
     def elsewhere(lr: float) -> fd.Simulation:
         options: dict = PLACES[place] | ({"bank": tmp_path / "states"} if place == "files" else {})

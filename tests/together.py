@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from small import forgetting
 
 import fedjax_drift as fd
 from fedjax_drift.round import exchange
@@ -26,19 +26,6 @@ from fedjax_drift.round import exchange
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # 20 clients of different sizes
 ROUNDS, ASKED_AT = 6, 3
 EVERYONE = len(SIZES)
-
-
-@fd.sources.rule
-def forgetting(every: int) -> fd.sources.Source:
-    """A client does not report in every ``every``-th round in which it is selected."""
-
-    def select(selected: Any, cohort: fd.sources.Cohort, moment: fd.sources.Moment) -> fd.sources.Cohort:
-        return cohort.without((selected[cohort.clients.id] + 1) % every == 0)
-
-    def after(selected: Any, outcome: fd.sources.Outcome, moment: fd.sources.Moment) -> tuple[Any, dict]:
-        return selected.at[outcome.drawn].add(1, mode="drop"), {}
-
-    return fd.sources.Source("forgetting", lambda moment: jnp.zeros(moment.num_clients, int), select, after=after)
 
 
 SOURCES: dict[str, dict[str, Any]] = {

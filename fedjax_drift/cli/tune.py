@@ -96,7 +96,7 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     for sim in parsed.simulations.values():
         check_sweepable(sim.setup)
         if sim.setup.in_files:
-            fix = "leave it out: the states of many settings would stay there"
+            fix = "leave it out, because the client states of all settings would stay there"
             checks.refuse("--bank must be auto, device, sharded or host", args.bank, fix)
     tried = [fd.tuning.settings(shared, own[spec.text], args.settings, args.dataset.text, spec.text) for spec in specs]
     config = {"command": shlex.join(["fedjax-drift", *absolute_paths(argv)]), "versions": parsed.config["versions"]}
