@@ -84,8 +84,8 @@ def table(
     The histories of logs and sweeps have seeds. Histories in a list are paired by their position.
 
     Args:
-      records: the runs, in one of the forms that `plots` accepts: a history, a list of histories (one per seed), the
-        path of a log, the result of `fd.sweep` or `fd.load_run`, or a dict from the name of a method to one of these.
+      records: the runs: a history, a list of histories (one per seed), the path of a log, the result of `fd.sweep` or
+        `fd.load_run`, or a dict from the name of a method to one of these, as `plots` accepts them.
       last: the number of evaluations whose mean is the score, >= 1. A run with fewer evaluations has the mean of all of
         them. The notes of the table say so. Default: 10.
       format: "markdown" (default), "latex" (for the package booktabs) or "csv". Markdown and LaTeX show accuracies in

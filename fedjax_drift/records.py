@@ -1,16 +1,13 @@
-"""Reads the records of runs in all supported forms, and computes how many rounds a run needs to reach a target.
+"""Reads the records of runs, and computes how many rounds a run needs to reach a target.
 
 `Records`, the type of the argument ``records`` here and in `plots`, is one of these:
 
-- the history of a run, as `Simulation.run` returns it, or a list of histories, one per seed
-- the path of a log: the folder or file of a `logs.Log`, or the output folder of ``fedjax-drift run``. A log may have
-  several algorithms and seeds.
-- the path of a folder that has no log itself, but whose subfolders have logs. Each of these logs is one run. It must
-  have only one algorithm.
-- a list of paths of logs. Each log is one run. It must have only one algorithm.
-- the result of `fd.sweep` or `fd.load_run`, or several such results in one list
-- a dict from the name of a run to one of: its history; a list of histories, one per seed; the path of a log; a list of
-  paths of logs, one per seed; the result of a sweep or of `fd.load_run`
+- a list: the records of a history, as `Simulation.run` returns it, or of a log, as `logs.read` returns them; or
+  histories, one per seed; or runs, as `fd.sweep` and `fd.load_run` return them. A single run needs no list.
+- the path of a log: the folder or file of a `logs.Log`, or the output folder of ``fedjax-drift run``; or the path of a
+  folder whose subfolders have logs, which are runs with the names of the subfolders.
+- a dict from a name to one of the above. What has several algorithms or settings gives several runs, and their names
+  begin with that name.
 """
 
 from __future__ import annotations
@@ -31,14 +28,13 @@ if TYPE_CHECKING:
 History = Sequence[Mapping[str, Any]]
 FilePath = str | os.PathLike[str]
 AnyRun = Union["Run", "LoadedRun"]
-OneRun = FilePath | History | AnyRun | Sequence[History] | Sequence[FilePath] | Sequence[AnyRun]
-Records = OneRun | Mapping[str, OneRun] | Mapping[str, FilePath] | Mapping[str, AnyRun]
+Some = FilePath | AnyRun | History | Sequence[History] | Sequence[AnyRun]
+Records = Some | Mapping[str, Some]
 Runs = Mapping[str, Sequence[History]]  # name of a run -> one history per seed
 Seeds = dict[int | None, History]  # seed -> history; None: the only history, whose seed is unknown
 By = Literal["round", "time", "megabytes"]
 UNITS = {"round": "Rounds", "time": "Seconds", "megabytes": "Megabytes"}  # what a run is counted in, and its name
 EVALUATE = "evaluate during the run (eval_every=), or pass another key"  # the fix in error messages
-HISTORY = "pass the history of state, history = sim.run(...)"
 
 
 class Reached(NamedTuple):
@@ -65,8 +61,8 @@ def rounds_to_target(
     """Computes when each run first reaches a target.
 
     Args:
-      records: the runs, in one of the forms that `plots` accepts: a history, the path of a log, the result of
-        `fd.sweep`, or a dict from the name of a run to one of these.
+      records: the runs: a history, the path of a log, the result of `fd.sweep`, or a dict from the name of a run to
+        one of these, as `plots` accepts them.
       target: a run reaches it when ``key`` is at least ``target``; for a key that ends in "loss", at most ``target``.
         An accuracy is in 0..1.
       key: the entry of the records to compare. Default: "accuracy".
@@ -171,34 +167,38 @@ def by_run_and_seed(records: Any) -> dict[str, Seeds]:
 
     The histories of a list have the seeds in their records. If they have none, they have the seeds 0, 1, ...
     """
-    if isinstance(records, (str, os.PathLike)):
-        records = checks.path("records", records)
-        logs_below = sorted(path.parent for path in records.glob("*/rounds.jsonl"))
-        if logs_below and not (records / "rounds.jsonl").exists():
-            return {path.name: _one_log(path.name, path) for path in logs_below}
-        return _by_algorithm(logs.read(records))
-    if isinstance(records, Mapping):
-        named = [(str(name), _one_run(name, value)) for name, value in records.items()]
-        return {
-            ", ".join(filter(None, (name, setting))): seeds
-            for name, settings in named
-            for setting, seeds in settings.items()
-        }
-    if _is_run(records):
-        return _by_setting([records])
-    items = list(records) if isinstance(records, Sequence) else None
-    kind = "" if items is None else _kind(items)
-    if kind == "path":
-        return {os.path.basename(os.path.normpath(path)): _one_log(path, path) for path in items or ()}
+    if not isinstance(records, Mapping):
+        return _runs("records", records)
+    named: dict[str, Seeds] = {}
+    for name, value in records.items():
+        runs = _runs(f"records[{name!r}]", value)
+        named |= {", ".join(filter(None, (str(name), inner * (len(runs) > 1)))): seeds for inner, seeds in runs.items()}
+    return named
+
+
+def _runs(argument: str, value: Any) -> dict[str, Seeds]:
+    """The runs of a path, of a list or of a single run, by name."""
+    if isinstance(value, (str, os.PathLike)):
+        path = checks.path(argument, value)
+        below = sorted(log.parent for log in path.glob("*/rounds.jsonl"))
+        if below and not (path / "rounds.jsonl").exists():
+            return by_run_and_seed({folder.name: folder for folder in below})
+        return _by_algorithm(logs.read(path))
+    if _is_run(value):
+        return _by_setting([value])
+    kind = _kind(value) if isinstance(value, Sequence) else ""
     if kind == "run":
-        return _by_setting(items or [])
+        return _by_setting(value)
     if kind == "history":
-        return {"": _numbered(items or [])}
-    if kind == "record" or items == []:
-        return _by_algorithm(items or []) or {"": {None: []}}
-    items_type = f" of {type(items[0]).__name__}" if items else ""
-    allowed = "a history, a dict of histories, the path of a log or the result of fd.sweep"
-    checks.refuse(f"records must be {allowed}", f"{checks.type_of(records)}{items_type}", HISTORY)
+        return {"": _numbered(value)}
+    if kind in ("record", "empty"):
+        return _by_algorithm(value)
+    items_type = f" of {type(value[0]).__name__}" if isinstance(value, Sequence) else ""
+    checks.refuse(
+        f"{argument} must be a history, a list or a dict of histories, the path of a log or the result of fd.sweep",
+        f"{checks.type_of(value)}{items_type}",
+        "pass the history of state, history = sim.run(...), or of logs {name: fd.logs.read(path)}",
+    )
 
 
 def _is_run(item: Any) -> bool:
@@ -207,39 +207,15 @@ def _is_run(item: Any) -> bool:
 
 
 def _kind(items: Sequence[Any]) -> str:
-    """The common kind of all items: "record", "path", "run" or "history". "empty" without items, otherwise ""."""
+    """The common kind of all items: "record", "run" or "history". "empty" without items, otherwise ""."""
     for kind, is_one in (
         ("record", lambda item: isinstance(item, Mapping)),
-        ("path", lambda item: isinstance(item, (str, os.PathLike))),
         ("run", _is_run),
         ("history", lambda item: isinstance(item, Sequence) and _kind(item) in ("record", "empty")),
     ):
         if items and all(map(is_one, items)):
             return kind
     return "" if items else "empty"
-
-
-def _one_run(name: Any, value: Any) -> dict[str, Seeds]:
-    """Converts one value of a dict of runs to a dict from settings to the histories by seed.
-
-    A setting is a combination of hyper-parameters. Only a sweep has several settings.
-    """
-    if isinstance(value, (str, os.PathLike)):
-        return {"": _one_log(name, value)}
-    if _is_run(value):
-        return {"": {value.seed: value.history}}
-    items = list(value) if isinstance(value, Sequence) else []
-    kind = _kind(items) if isinstance(value, Sequence) else ""
-    if kind == "run":
-        return _by_setting(items)
-    if kind == "path":
-        return {"": _numbered([history for path in items for history in _one_log(name, path).values()])}
-    if kind in ("record", "empty"):
-        return {"": _seeds(items) or {None: []}}
-    if kind == "history":
-        return {"": _numbered(items)}
-    allowed = "a history, a list of histories, the path of a log, a list of paths, or the result of fd.sweep"
-    checks.refuse(f"records[{name!r}] must be {allowed}", checks.type_of(value), HISTORY)
 
 
 def _by_setting(runs: Sequence[Any]) -> dict[str, Seeds]:
@@ -271,15 +247,6 @@ def _numbered(histories: Sequence[History]) -> Seeds:
     return dict(enumerate(histories))
 
 
-def _one_log(name: Any, path: FilePath) -> Seeds:
-    """The histories of a log with one algorithm."""
-    algorithms = _by_algorithm(logs.read(path))
-    if len(algorithms) > 1:
-        fix = "pass the path itself as records"
-        checks.refuse(f"records[{name!r}] must be the log of one algorithm", checks.listed(algorithms), fix)
-    return next(iter(algorithms.values()), {None: []})
-
-
 def _by_algorithm(records: Sequence[Mapping[str, Any]]) -> dict[str, Seeds]:
     """A dict from an algorithm to its histories, for the records of a log.
 
@@ -288,7 +255,7 @@ def _by_algorithm(records: Sequence[Mapping[str, Any]]) -> dict[str, Seeds]:
     algorithms: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         algorithms.setdefault(str(record.get("algorithm", "")), []).append(record)
-    return {name: _seeds(history) for name, history in algorithms.items()}
+    return {name: _seeds(history) for name, history in algorithms.items()} or {"": {None: []}}
 
 
 def by_seed(records: Sequence[Mapping[str, Any]]) -> list[History]:

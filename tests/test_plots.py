@@ -336,7 +336,7 @@ def test_runs_of_several_algorithms_and_settings_have_distinct_names(tmp_path):
     settings = [{"lr": 0.1}, {"lr": 0.2}]
     assert names(swept("fedavg", settings=settings)) == ["lr 0.1", "lr 0.2"]
     assert names(swept("fedavg", settings=settings) + swept("feddc")) == ["fedavg, lr 0.1", "fedavg, lr 0.2", "feddc"]
-    # A value of a dict may be the runs of a sweep, a single run, or a list with the folder of the log of each seed.
+    # A value of a dict may be the runs of a sweep, a single run, or a list with the log of each seed.
     assert names({"A": swept("fedavg"), "B": swept("feddc")[0]}) == ["A", "B"]
     assert names({"A": swept("fedavg", settings=settings)}) == ["A, lr 0.1", "A, lr 0.2"]
     for seed in range(2):
@@ -344,10 +344,10 @@ def test_runs_of_several_algorithms_and_settings_have_distinct_names(tmp_path):
             for record in both[seed].history:
                 log(record)
     folders = [tmp_path / f"seed{seed}" for seed in range(2)]
-    (line,) = plots.curves({"A": folders}).axes[0].lines
+    (line,) = plots.curves({"A": [logs.read(folder) for folder in folders]}).axes[0].lines
     assert line.get_ydata().tolist() == pytest.approx([55, 55])
     lines = [{"algorithm": a, "seed": s, "round": 1, "accuracy": 0.1} for a in "xy" for s in (1, 2)]
-    assert names(lines) == ["x", "y"]  # as `logs.read` returns them
+    assert names(lines) == ["x", "y"] and names({"A": lines, "B": lines[:2]}) == ["A, x", "A, y", "B"]
     for wrong, message in (
         (
             swept("fedavg") + swept("fedavg"),
@@ -355,6 +355,7 @@ def test_runs_of_several_algorithms_and_settings_have_distinct_names(tmp_path):
         ),
         ({"A": 3}, r"records\['A'\] must be a history, .*, got an int"),
         ([both[0], {"round": 1}], "records must be a history, .* got a list of Run"),
+        ({"A": folders}, r"records\['A'\] must be .* got a list of PosixPath: .* {name: fd.logs.read.path.}"),
     ):
         with pytest.raises(ValueError, match=message):
             plots.curves(wrong)
@@ -426,7 +427,7 @@ def test_plots_accept_records_in_all_forms(tmp_path):
     for name in ("a", "b"):
         with logs.Log(tmp_path / name, before=run):
             pass
-    for records in (tmp_path, [tmp_path / "a", f"{tmp_path}/b"], {"a": tmp_path / "a", "b": run}):
+    for records in (tmp_path, {"a": tmp_path / "a", "b": run}, {"a": f"{tmp_path}/a", "b": [run]}):
         assert [text.get_text() for text in plots.curves(records).legends[0].get_texts()] == ["a", "b"]
     state = fd.ServerState(0, 0, (), ())
     for wrong, kind in (((state, run), "tuple of "), (3, "int")):

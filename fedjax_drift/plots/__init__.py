@@ -2,16 +2,12 @@
 
 The argument ``records`` is one of these:
 
-- the history of a run
-- the path of a log (`logs.Log`), or of an output folder of ``fedjax-drift run``; the plot has one line per algorithm
-- the result of `fd.sweep`; the plot has one line per setting and algorithm
-- a dict from the name of a run to one of these values:
+- a list: the records of a history; or histories, one per seed; or the runs of `fd.sweep` or of `fd.load_run`
+- the path of a log (`logs.Log`), of an output folder of ``fedjax-drift run``, or of a folder with such folders
+- a dict from a name to one of these
 
-  - its history
-  - a list of histories, one per seed
-  - the result of a sweep
-  - the path of a log
-  - a list of paths of logs, one per seed
+Each algorithm, and each setting of a sweep, is a run of its own. For the logs of several seeds, pass ``{name:
+[fd.logs.read(path) for path in paths]}``.
 
 Every function returns a `matplotlib.figure.Figure`. A notebook shows it if it is the last expression of a cell, with
 or without ``%matplotlib inline``. The functions do not use pyplot, so no window opens and the backend does not change.
