@@ -30,9 +30,7 @@ def measure(executor: Executor, state: ServerState, names: drift.Measured, cohor
     if not measures:
         return {}
     state, cohort = setup.admit(state), checked_cohort(setup, cohort)
-    fetched = Fetched(setup.arrays, cohort)
-    if setup.needs_host:
-        fetched = executor.fetch(executor.selects_from(state), cohort)
+    fetched = executor.arguments(state, cohort)
     state = executor.with_states(state, fetched)
     return executor.launch_round("measure", measures, state, fetched.arrays, fetched.cohort)
 

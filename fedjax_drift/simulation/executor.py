@@ -103,6 +103,16 @@ class Executor:
         algorithm = self.setup.engine.algorithm
         return server_scores(lambda params: self.launch_scoring("evaluate", params, test), algorithm, state.server)
 
+    def arguments(self, state: ServerState, cohort: jax.Array | None) -> Fetched:
+        """Returns the arguments of the round that starts with ``state``. cohort: its clients; None: they are drawn."""
+        if not self.setup.needs_host:
+            return Fetched(self.setup.arrays, cohort)
+        if traced((state.key, cohort)):
+            what = "state and cohort must not be traced if examples or client states are kept on the host"
+            fix = 'call round_fn outside jax.jit, vmap and scan, or pass stream=False and bank="device"'
+            checks.refuse(what, "traced ones", fix)
+        return self.fetch(self.selects_from(state), cohort)
+
     def fetch(self, state: ServerState, cohort: jax.Array | None = None) -> Fetched:
         """Returns the arguments of the next round. Only needed if examples or client states are kept on the host.
 

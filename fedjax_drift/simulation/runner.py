@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 
+from fedjax_drift import checks
 from fedjax_drift.devices.processes import leads
 from fedjax_drift.simulation.asked import Asked
-from fedjax_drift.simulation.loop import Loop, Schedule, Watch
-from fedjax_drift.simulation.progress import Bar, Stop
+from fedjax_drift.simulation.cohorts import Cohorts, cohorts
+from fedjax_drift.simulation.executor import Executor
+from fedjax_drift.simulation.loop import Loop, Schedule, Watch, attach_to
+from fedjax_drift.simulation.progress import Bar, Stop, stop_on_interrupt
+from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.setup import Setup
-from fedjax_drift.simulation.tracks import Track
+from fedjax_drift.simulation.tracks import Track, alone
 from fedjax_drift.simulation.until import ends, has_ended
 from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.storage.saver import saving
@@ -89,3 +94,37 @@ def train(
     if loop.terminated or stop.terminated:
         raise SystemExit(143)
     return loop.states(), before, loop.histories
+
+
+def run_alone(
+    executor: Executor,
+    specification: Callable[[], Specification],
+    state: ServerState,
+    asked: Asked,
+    on_round: Callable[[Record], None] | None,
+    checkpoints: Checkpoints | str | os.PathLike | None,
+    cohort: Cohorts | None,
+) -> tuple[ServerState, list[Record]]:
+    """See `Simulation.run`. specification: returns that of the simulation, for checkpoints."""
+    if on_round is not None:
+        checks.function("on_round", on_round, "it is called with each record", takes=1)
+    if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
+        checkpoints = Checkpoints(checkpoints)
+    setup = executor.setup
+    state = setup.admit(state)
+    first, last = int(state.round), int(state.round) + asked.rounds
+    given = None if cohort is None else cohorts(setup, cohort, first, last)
+    job = Job(
+        asked, asked.schedule([setup], last, checkpoints), [setup], setup.algorithm.name,
+        complaints=lambda run, t, info, entry: complaints(t, info, entry, setup),
+        on_record=None if on_round is None else lambda run, entry: on_round(entry),
+        attach=lambda error, states, histories: attach_to(error, state=states[0], history=histories[0]),
+        checkpoints=[] if checkpoints is None else [checkpoints],
+        specifications=[] if checkpoints is None else [specification()],
+    )  # fmt: skip
+    with (
+        stop_on_interrupt(terminate=checkpoints is not None) as stop,
+        alone(executor, state, last, may_overwrite=setup.donate, cohort_of=given) as track,
+    ):
+        (state,), _, (history,) = train(job, [track], first, stop)
+    return state, history

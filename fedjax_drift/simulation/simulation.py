@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from fedjax_drift import checks
 from fedjax_drift.clock import Clock, Devices, synchronous
 from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.devices.launch import traced
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.measures import drift
 from fedjax_drift.model import Model
@@ -25,27 +24,22 @@ from fedjax_drift.round.failures import Failures
 from fedjax_drift.round.sources import Source
 from fedjax_drift.simulation import description, evaluation, starting
 from fedjax_drift.simulation.asked import Asked
-from fedjax_drift.simulation.cohorts import Cohorts, checked_cohort, cohorts
+from fedjax_drift.simulation.cohorts import Cohorts, checked_cohort
 from fedjax_drift.simulation.executor import Executor
-from fedjax_drift.simulation.host import Fetched
-from fedjax_drift.simulation.loop import attach_to
 from fedjax_drift.simulation.options import FlatOptions, Options, grouped, unexpected
 from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.plan import Plan, device_traffic, plan_of
-from fedjax_drift.simulation.progress import stop_on_interrupt
-from fedjax_drift.simulation.records import complaints
-from fedjax_drift.simulation.runner import Job, train
+from fedjax_drift.simulation.runner import run_alone
 from fedjax_drift.simulation.runs import Run
 from fedjax_drift.simulation.selection import named_rule, rule_of
 from fedjax_drift.simulation.setup import Setup, assemble
 from fedjax_drift.simulation.sources import check_sources
 from fedjax_drift.simulation.sweep import sweep
-from fedjax_drift.simulation.tracks import alone
 from fedjax_drift.simulation.until import Until
 from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.topology import Topology, star
-from fedjax_drift.types import Algorithm, Params, Record, ServerState
+from fedjax_drift.types import Algorithm, Info, Params, Record, ServerState
 
 
 class Simulation:
@@ -69,14 +63,12 @@ class Simulation:
       clock: whether the server waits for all clients of a round: ``fd.clock.synchronous()`` (default), or
         ``fd.clock.asynchronous(concurrency=1000)``, with which a round is one update of the server.
       devices: `fd.Devices`: the speeds of the clients' devices. ``info["time"]`` is then the virtual time, and a
-        ``deadline`` is in seconds. Default: asynchronous rounds have equal devices with one second for a step, and
-        synchronous rounds have no virtual time.
+        ``deadline`` is in seconds. Default: one second for a step in asynchronous rounds, no virtual time in others.
       placement: `fd.Placement`: the accelerators, where examples and client states are kept, and how many clients train
         side by side on one device. It does not change the results, except for rounding errors.
       on_nonfinite: what happens if the update or the loss of a client is NaN or infinite. "keep" (default): the update
         is averaged like any other, and `run` warns. "drop_client": the client is dropped from the round and keeps its
-        state. "raise": `round_fn` waits for the round and raises FloatingPointError. The state before the round stays
-        valid.
+        state. "raise": `round_fn` raises FloatingPointError. The state before the round stays valid.
       measure: the drift measures to compute in every round, any of "updates", "gradients", "predictions", "forgetting",
         "labels", "sharpness", "local_sharpness" (see `Simulation.measure`), or values such as
         ``fd.measures.sharpness(largest=1)`` and your own `fd.measures.Measure`. They are computed while clients train,
@@ -170,8 +162,7 @@ class Simulation:
 
     @property
     def sampling_rate(self) -> float:
-        """The probability that a client is selected in a round: K / N, or with over-selection
-        ceil(over_selection * K) / N."""
+        """The probability that a client is selected: K / N, or with over-selection ceil(over_selection * K) / N."""
         return self.setup.selection.selects / self.data.num_clients
 
     @property
@@ -196,8 +187,7 @@ class Simulation:
 
     @cached_property
     def specification(self) -> Specification:
-        """A description of the simulation. Checkpoints and ``bank=`` folders store it to detect a different
-        simulation."""
+        """What checkpoints and ``bank=`` folders store to detect a different simulation."""
         return starting.specification(self.executor)
 
     # --- one round ----------------------------------------------------------------------------------------------------
@@ -218,15 +208,14 @@ class Simulation:
     def reopen(self, state: ServerState, round: int | None = None, strict: bool = True) -> ServerState:  # noqa: A002
         """Returns ``state`` with the client states that are stored in the folder ``bank=``.
 
-        Use it for a state that was saved without its client states: ``jax.device_get(state._replace(clients=()))``,
-        which pickle can write to a file. The run then continues as if it had not ended. `Checkpoints` does all of this.
+        It is for a state that was saved without them, ``jax.device_get(state._replace(clients=()))``. The run then
+        continues as if it had not ended. `Checkpoints` does all of this.
 
         Args:
           state: a state of round ``round``. Its ``clients`` are replaced. All other fields must be those of that round.
           round: a round that has a checkpoint. The client states in the folder ``bank=`` are set back to this round.
             Default: the last round in that folder.
-          strict: if False, a different federation, algorithm, model or key only causes a warning, see
-            `Checkpoints.restore`.
+          strict: if False, differences only cause a warning, see `Checkpoints.restore`.
 
         Raises:
           ValueError: the folder belongs to another federation, algorithm, model, key or round. The message lists the
@@ -236,7 +225,7 @@ class Simulation:
 
     def round_fn(
         self, state: ServerState, cohort: Sequence[int] | Sequence[str] | np.ndarray | jax.Array | None = None
-    ) -> tuple[ServerState, dict[str, jax.Array]]:
+    ) -> tuple[ServerState, Info]:
         """Runs one round.
 
         The function is pure: the same state always gives the same result, bit for bit. The state stays valid, unless
@@ -250,71 +239,20 @@ class Simulation:
             allowed with asynchronous rounds and with importance sampling.
 
         Returns:
-          The next state, and info, a dict.
-
-          Some values have one entry per client of the cohort, [K]. With Bernoulli and importance sampling, K here is
-          not the expected number of clients but a fixed upper bound. (A cohort exceeds this bound with probability of
-          at most 1e-12.) The unused entries have ``cohort`` -1 and weight 0.
-
-          - ``cohort``: int32, the ids of the aggregated clients. -1 marks a client that did not report, a client
-            that got no example from `FederatedData.redealt`, and an unused entry.
-          - ``size``: the number of examples of the client.
-          - ``weight``: the weight of the client in the mean.
-          - ``client_steps``: the number of local steps that the client has done.
-          - ``loss``: the client's objective (loss plus the terms of the algorithm), averaged over these steps.
-          - ``finite``: whether the update and the loss of the client are finite.
-          - ``bad_leaf``: the index of the first leaf of the update that is not finite, or -1.
-          - ``uplink_bytes``: the bytes that the client has sent, 0 for a client that does not report. A value that does
-            not depend on the client is not sent.
-          - ``selected``: the ids of all selected clients. Only present if clients can fail. With over-selection this
-            array is longer than the others.
-
-          Scalars:
-
-          - ``lr``: the learning rate of the round.
-          - ``steps``: the sum of ``client_steps``.
-          - ``executed_steps``: the number of local steps that the devices run. If L > 1 clients are trained side by
-            side on a device, it includes the idle steps of clients that wait for a client with more steps.
-          - ``executed_ratio``: ``executed_steps / steps``.
-          - ``downlink_bytes``: the bytes that each selected client receives: the variables of the server that its
-            update reads, or what the server can compute from them alone if this is less.
-          - ``available``: the number of available clients. Only present with a rule of availability.
-          - ``time``: the virtual time after the round, in seconds. Only present with ``devices=`` or asynchronous
-            rounds.
-
-          With asynchronous rounds, the cohort is the K clients that report next, and info also has
-
-          - ``staleness``: [K], the number of updates of the server since the client started.
-          - ``start_distance``: [K], ||w_t - w_v||, the distance of the global model from the one with which the client
-            started.
-          - ``too_stale``: the number of updates that were dropped because of ``max_staleness``.
-
-          In addition, info has the metrics of the algorithm (FedEve: ``gain``, ...) and, with ``measure=``, the results
-          of `measure`. If no client reports, all weights are 0, and the state does not change, except for ``round``.
-          (With ``fd.aggregation.private`` the server is also updated in such a round.)
+          The next state, and what the round reports, a dict (`fd.types.Info` lists its entries).
 
         Raises:
           ValueError: the cohort is empty, or an id is out of range or repeated; or the algorithm uses the test accuracy
             (FedGVR, FedGVRGM) and the evaluation is not finite.
           FloatingPointError: with ``on_nonfinite="raise"``, an update is not finite.
           OSError: a data file has changed, or the disk has no room for client states. The given state is still valid.
-          MemoryError: the round does not fit in a device's memory, even with L = 1. (If L > 1 clients side by side do
-            not fit, L is halved, with a warning, until they fit.) The given state is still valid, unless it was
-            donated.
+          MemoryError: the round does not fit in a device's memory, even with L = 1. (A larger L is halved, with a
+            warning, until it fits.) The given state is still valid, unless it was donated.
         """
-        setup = self.setup
+        setup, executor = self.setup, self.executor
         state, cohort = setup.admit(state), checked_cohort(setup, cohort)
-        if setup.needs_host:
-            if traced((state.key, cohort)):
-                what = "state and cohort must not be traced if examples or client states are kept on the host"
-                fix = 'call round_fn outside jax.jit, vmap and scan, or pass stream=False and bank="device"'
-                checks.refuse(what, "traced ones", fix)
-            fetched = self.executor.fetch(self.executor.selects_from(state), cohort)
-        else:
-            fetched = Fetched(setup.arrays, cohort)
-        donate = setup.donate and not setup.states_on_host
-        one_round = self.executor.one_round
-        return self.executor.fit(lambda: one_round(state, fetched, setup.measures, donate), state)
+        fetched, donate = executor.arguments(state, cohort), setup.donate and not setup.states_on_host
+        return executor.fit(lambda: executor.one_round(state, fetched, setup.measures, donate), state)
 
     # --- many rounds --------------------------------------------------------------------------------------------------
 
@@ -336,8 +274,7 @@ class Simulation:
         If rounds are short, several rounds are dispatched together, about 0.1 s of work at a time. Their records are
         made at the same time, and ``seconds`` in each record is the mean duration of these rounds.
 
-        - Ctrl-C ends the run after the rounds in progress, and `run` returns normally. A second Ctrl-C ends the run
-          immediately.
+        - Ctrl-C ends the run after the rounds in progress, and `run` returns normally. A second one ends it at once.
         - If a round or ``on_round`` raises an exception, the exception has the newest state and the history as
           ``error.state`` and ``error.history``. With ``checkpoints``, both are also saved. The state is None if the
           program of the failed round had overwritten it.
@@ -347,74 +284,34 @@ class Simulation:
           rounds: the number of rounds, >= 0.
           eval_every: number of rounds between evaluations, >= 0. The last round is always evaluated. 0 means never.
             Without a test set nothing is evaluated. Default: 10.
-          progress: whether to show a bar with rounds per second, the remaining time, loss and accuracy. Default: in a
-            terminal or a notebook, but not in CI. Elsewhere a run that takes more than a minute prints a line on stderr
-            after every tenth of its rounds.
+          progress: whether to show a bar. Default: in a terminal or a notebook, but not in CI. Elsewhere a run that
+            takes more than a minute prints a line on stderr after every tenth of its rounds.
           on_round: ``on_round(record)`` is called for each record.
           measure_every: number of rounds between measurements, >= 1, for simulations with ``measure=``. Default: 1.
           checkpoints: `fd.Checkpoints`, or a folder. The run is saved during the run and at its end, and
             ``checkpoints.restore(sim)`` restores it. With checkpoints, SIGTERM stops the run like Ctrl-C and then
             raises SystemExit(143). A stopped run does not evaluate its last round, so the resumed run has the same
             records as a run that was never stopped.
-          until: a rule that ends the run early, such as ``fd.until.reaches(accuracy=0.98)`` or
-            ``fd.until.stalls("accuracy", evaluations=10)``. ``until(history)`` is called after each evaluation, with
-            the records of this call of `run`, and before them those that ``checkpoints`` has. The run ends with this
-            round if it returns True. If it has returned True for the records of ``checkpoints``, no round is run. The
-            best state is kept by ``checkpoints``, and ``checkpoints.restore(sim, "best")`` returns it.
-          cohort: the clients of every round, if they are not to be drawn from the state's key. Either an array [T, K],
-            or a list of T lists, of which row t is the cohort of round t; or a function ``cohort(t)`` that returns it.
-            Round t is the one that starts with ``state.round == t``, so a resumed run passes the same cohorts. Ids and
-            names are as in `round_fn`. A round with another number of clients compiles another program.
+          until: a rule that ends the run early, such as ``fd.until.reaches(accuracy=0.98)`` (`fd.until`).
+            ``until(history)`` is called after each evaluation, with the records of this call of `run`, and before them
+            those that ``checkpoints`` has. The run ends with this round if it returns True. If it has returned True for
+            the records of ``checkpoints``, no round is run. ``checkpoints.restore(sim, "best")`` is the best state.
+          cohort: the clients of every round, if they are not to be drawn from the state's key: an array [T, K] or a
+            list of T lists, of which row t is the cohort of the round that starts with ``state.round == t``, or a
+            function ``cohort(t)`` that returns it. A round with another number of clients compiles another program.
 
         Returns:
-          The last state, and the history: a list with one record per round. A record is a dict with
-
-          - ``round``: the number of completed rounds.
-          - ``clients``: the number of aggregated clients.
-          - ``seconds``: the duration of the round.
-          - ``train_loss``: the mean of ``loss`` (see `round_fn`) over the aggregated clients, weighted by their numbers
-            of examples.
-          - ``lr``, ``steps``, ``executed_steps``, ``executed_ratio``: as in `round_fn`.
-          - ``uplink_bytes``, ``downlink_bytes``: the sums over the clients of the round.
-          - ``time``, and with asynchronous rounds ``too_stale``: as in `round_fn`.
-          - the results of `evaluate`, if the model was evaluated after this round.
-          - the metrics of the algorithm and the drift measures. A scalar is stored as it is. For a value per client,
-            the mean over the cohort is stored. A measure with one value per local epoch is a list of length E.
-
-          With several processes, every process returns the complete state and history and calls its own ``on_round``.
-          Only the first process shows the bar. Ctrl-C or SIGTERM in any process ends the run of all after the same
-          round.
+          The last state, and the history: a list with one record per round, a dict (`fd.types.Record` lists its
+          entries). With several processes, every process returns them and calls its own ``on_round``. Only the first
+          process shows the bar. Ctrl-C or SIGTERM in any process ends the run of all after the same round.
 
         Raises:
-          ValueError: the folder cannot be written, is in use or belongs to another run. This is raised before anything
-            is compiled.
+          ValueError: the folder cannot be written, is in use or belongs to another run.
           OSError: the end of the run could not be saved. (If an earlier save fails, there is only a warning.)
-
-        The errors of `round_fn` can be raised, too.
+          The errors of `round_fn`.
         """
         asked = Asked(rounds, eval_every, measure_every, progress, until)
-        if on_round is not None:
-            checks.function("on_round", on_round, "it is called with each record", takes=1)
-        if checkpoints is not None and not isinstance(checkpoints, Checkpoints):
-            checkpoints = Checkpoints(checkpoints)
-        setup = self.setup
-        state = setup.admit(state)
-        first, last = int(state.round), int(state.round) + asked.rounds
-        given = None if cohort is None else cohorts(setup, cohort, first, last)
-        job = Job(
-            asked, asked.schedule([setup], last, checkpoints), [setup], self.algorithm.name,
-            complaints=lambda run, t, info, entry: complaints(t, info, entry, setup),
-            on_record=None if on_round is None else lambda run, entry: on_round(entry),
-            attach=lambda error, states, histories: attach_to(error, state=states[0], history=histories[0]),
-            checkpoints=[] if checkpoints is None else [checkpoints],
-            specifications=[] if checkpoints is None else [self.specification],
-        )  # fmt: skip
-        with (
-            stop_on_interrupt(terminate=checkpoints is not None) as stop,
-            alone(self.executor, state, last, may_overwrite=setup.donate, cohort_of=given) as track,
-        ):
-            (state,), _, (history,) = train(job, [track], first, stop)
-        return state, history
+        return run_alone(self.executor, lambda: self.specification, state, asked, on_round, checkpoints, cohort)
 
     def sweep(
         self,
@@ -457,12 +354,10 @@ class Simulation:
           cohort: as in `round_fn`.
 
         Returns:
-          A dict. The values of a client are NaN if the client does not report or if its update is not finite.
-
-          The pages of `fd.measures.updates`, `fd.measures.gradients` and so on say what each measure is. "sharpness" is
-          that of the model and the test loss of ``evaluate(state)``. So in ``info`` and in the history, it is that of
-          the model after the round, like "loss". All other measures are of the clients of the round, and of the model w
-          that they received.
+          A dict, see `fd.measures.updates`, `fd.measures.gradients` and so on. The values of a client are NaN if the
+          client does not report or if its update is not finite. "sharpness" is that of the model and the test loss of
+          ``evaluate(state)``, so in ``info`` and in the history it is that of the model after the round, like "loss".
+          All other measures are of the clients of the round, and of the model w that they received.
 
         Raises:
           ValueError: a measure needs a test set or labels that the data do not have.
@@ -472,9 +367,9 @@ class Simulation:
     def evaluate(self, state: ServerState) -> dict[str, float]:
         """Evaluates the global model on the test set.
 
-        Returns a dict with "loss", for classifiers "accuracy", and the metrics of `Model.scores`. An example with a NaN
-        logit counts as misclassified. FedDyn and FedDC also keep the mean of the cohort's models. The scores of this
-        mean have the prefix ``client_mean_``. The values are floats, or arrays under `jax.jit` and `jax.vmap`.
+        Returns a dict with "loss", for classifiers "accuracy", and the metrics of `Model.scores`: floats, or arrays
+        under `jax.jit` and `jax.vmap`. An example with a NaN logit counts as misclassified. FedDyn and FedDC also keep
+        the mean of the cohort's models, whose scores have the prefix ``client_mean_``.
 
         Warns if the loss is not finite, or if only the clients have running statistics (``statistics="local"``). Raises
         ValueError if there is no test set.
@@ -487,23 +382,18 @@ class Simulation:
         """Evaluates the global model, and the clients' own models, on the test examples of each client.
 
         Clients have models of their own if the algorithm says so (Ditto, FedPer), if they fine-tune, or if a topology
-        has several models. The state does not change. `fd.personal.summary` and `fd.plots.fairness` summarise the
-        result.
+        has several models. `fd.personal.summary` and `fd.plots.fairness` summarise the result.
 
         Args:
           state: from `init` or an earlier round.
           fine_tune: if given, each client also trains a copy of its model on its own training examples, with the
-            learning rate of this round, and the copy is evaluated. Its model is that of the algorithm, otherwise the
-            global model. It is plain training on the model's loss, without the terms of the algorithm. Allowed values:
-
-            - an integer E >= 1: the local training of this simulation with E epochs.
-            - a `LocalTraining`: this local training.
-            - None (default): no fine-tuning.
+            learning rate of this round, and the copy is evaluated. It is plain training on the model's loss, without
+            the terms of the algorithm: a `LocalTraining`, or an integer E >= 1, which is that of this simulation with
+            E epochs. Default: no fine-tuning.
 
         Returns:
-          A dict with ``loss`` and ``accuracy`` of the global model. If clients have models of their own, also
-          ``personal_loss`` and ``personal_accuracy``. Each value is float [N], with NaN for a client without test
-          examples.
+          A dict with ``loss`` and ``accuracy`` of the global model, float [N], NaN for a client without test examples.
+          If clients have models of their own, also ``personal_loss`` and ``personal_accuracy``.
 
         Raises:
           ValueError: the test set is not split by client. (Natural partitions, ``test_clients=`` and
@@ -519,34 +409,26 @@ class Simulation:
         return evaluation.evaluate_receivers(self.executor, state)
 
     def personal_params(self, state: ServerState, client: int | str) -> Params:
-        """Returns the parameters of the model that one client uses itself, which `evaluate_clients` evaluates.
+        """Returns the parameters of the model that a client uses itself, which `evaluate_clients` evaluates.
 
-        It is the client's personal model if the algorithm has one (Ditto, FedPer). With a topology it is the model of
-        its edge server, or its own. With ``statistics="local"`` it has the client's own running statistics. Otherwise
-        it is the global model. A client that has not taken part yet has the initial personal model.
-
-        Args:
-          state: from `init` or an earlier round.
-          client: an id in 0..N-1, or a client name.
+        It is the client's personal model if the algorithm has one (Ditto, FedPer), at first the initial one. With a
+        topology it is the model of its edge server, or its own. With ``statistics="local"`` it has the client's own
+        running statistics. Otherwise it is the global model. client: an id in 0..N-1, or a client name.
         """
         return evaluation.personal_params(self.executor, state, client)
 
     def plan(self) -> Plan:
-        """Compiles a round, and returns what it needs: memory, collective operations, and seconds to compile.
-
-        The devices may be a TPU slice that is not here (`fd.plan`).
-
-        Raises ValueError if the examples or client states would be kept on the host.
-        """
+        """Compiles a round, and returns what it needs: memory, collective operations, and seconds to compile. The
+        devices may be a TPU slice that is not here (`fd.plan`). Raises ValueError if the examples or client states
+        would be kept on the host."""
         return plan_of(self.setup, self.executor.programs, self.device_traffic())
 
     def device_traffic(self) -> dict[str, int]:
         """Returns the number of bytes that the D devices of the mesh exchange in a round, computed from shapes.
 
-        The bytes between server and clients are in the ``info`` of `round_fn`.
-
-        The numbers do not include scalars and client ids. They include the padding that is sent if the number of
-        clients is not a multiple of D * L, the number of clients that train at the same time.
+        Scalars and client ids do not count. The padding counts, which is sent if the number of clients is not a
+        multiple of D * L, the number of clients that train at the same time. The bytes between server and clients are
+        in `fd.types.Info`.
 
         - "message sum": the size of the sum of the messages and weights. The devices compute it in one all-reduce. On a
           ring each device sends 2 (D - 1) / D of it. It does not depend on the cohort size.
