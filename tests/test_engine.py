@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 import signal
 from collections.abc import Callable
@@ -532,7 +533,8 @@ def test_a_loss_that_is_nan_is_reported_although_the_updates_are_finite(data) ->
 
 
 def test_the_documentation_of_a_round_lists_the_entries_of_its_info(data) -> None:
-    listed = re.findall(r"^ *- ((?:``\w+``(?:, )?)+):", str(fd.Simulation.round_fn.__doc__), re.MULTILINE)
+    described = inspect.getsource(fd.types).partition("\nInfo = ")[2].partition("\nRecord = ")[0]
+    listed = re.findall(r"^- ((?:``\w+``(?:, )?)+):", described, re.MULTILINE)
     names = {name for line in listed for name in re.findall(r"\w+", line)}
     options = {"dropout": 0.1, "participation": fd.participation.cyclic(2), "clock": fd.clock.asynchronous(20)}
     sim = simulate(data, fd.algorithms.fedavg(), **options)

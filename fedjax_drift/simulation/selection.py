@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_drift import checks
 from fedjax_drift.participation import Clients, Participation, uniform
@@ -35,22 +36,18 @@ def selection_of(rule: Participation, N: int, K: int) -> Selection:
     checks.fields(rule, "see fd.participation.Participation")
     checks.choice(f"weights of {rule.name}", rule.weights, ("algorithm", "uniform"))
     capacity = checks.integer(f"most of {rule.name}", rule.most(N, K), 1)
-    asked = []
 
-    def losses(ids: jax.Array) -> jax.Array:
-        asked.append(True)
-        return jnp.zeros(ids.shape)
-
-    def first(key: jax.Array, sizes: jax.Array) -> Any:
-        clients, t = Clients(sizes, losses), jnp.int32(0)
+    def first(key: jax.Array, sizes: jax.Array, losses: jax.Array) -> Any:
+        clients, t = Clients(sizes, lambda ids: losses[ids]), jnp.int32(0)
         state = rule.init(key, clients)
         if rule.available is not None:
             clients = clients._replace(available=rule.available(state, key, t, N))
         return rule.select(state, key, t, K, clients), clients.available, state
 
-    result, available, state = jax.eval_shape(
-        first, jax.random.key(0, impl=THREEFRY), jax.ShapeDtypeStruct((N,), jnp.int32)
-    )
+    sizes, losses = (jax.ShapeDtypeStruct((N,), jax.dtypes.canonicalize_dtype(dtype)) for dtype in (np.int32, float))
+    key = jax.random.key(0, impl=THREEFRY)
+    program, (result, available, state) = jax.make_jaxpr(first, return_shape=True)(key, sizes, losses)
+    asks_losses = any(program.jaxpr.invars[-1] in equation.invars for equation in program.jaxpr.eqns)
     if any(jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) for leaf in jax.tree.leaves(state)):
         fix = "keep jax.random.key_data(key) instead"
         checks.refuse(f"the state of {rule.name} must have arrays of numbers", "a key", fix)
@@ -66,4 +63,4 @@ def selection_of(rule: Participation, N: int, K: int) -> Selection:
         checks.refuse(what, checks.shown(factor))
     if available is not None and (available.shape != (N,) or available.dtype != bool):
         checks.refuse(f"available of {rule.name} must return bool [{N}], one for each client", checks.shown(available))
-    return Selection(rule, K, capacity, factor is not None or not rule.distinct, bool(asked))
+    return Selection(rule, K, capacity, factor is not None or not rule.distinct, asks_losses)

@@ -11,8 +11,8 @@ from fedjax_drift.clock import Devices
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.recipes import recorded
 from fedjax_drift.round.averaging import averaging
-from fedjax_drift.round.clock import Flight, in_flight, ticking
 from fedjax_drift.round.failures import failing
+from fedjax_drift.round.in_flight import Flight, in_flight, ticking
 from fedjax_drift.round.receivers import decentralised, hierarchy
 from fedjax_drift.round.redealing import Redeal, redealing
 from fedjax_drift.round.selection import Selection, participating

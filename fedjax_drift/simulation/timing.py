@@ -6,8 +6,8 @@ from typing import Any
 
 from fedjax_drift import checks, tree
 from fedjax_drift.clock import Clock, Devices
-from fedjax_drift.round.clock import Flight
 from fedjax_drift.round.engine import Engine
+from fedjax_drift.round.in_flight import Flight
 from fedjax_drift.round.selection import Selection
 from fedjax_drift.round.traffic import summed_message
 from fedjax_drift.simulation.options import Options
