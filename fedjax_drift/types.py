@@ -35,61 +35,7 @@ from fedjax_drift.recipes import Recipe, recorded
 
 P = ParamSpec("P")
 Metrics = Mapping[str, Any]  # name -> scalar array
-Info = dict[str, jax.Array]
-"""What a round reports: the second result of `Simulation.round_fn`.
-
-Of each client of the cohort, [K]. With Bernoulli and importance sampling, K here is not the expected number of clients
-but a fixed upper bound, which a cohort exceeds with probability of at most 1e-12.
-
-- ``cohort``: int32, the ids of the aggregated clients. -1 marks a client that did not report, a client that got no
-  example from `FederatedData.redealt`, and an unused entry.
-- ``size``: the number of examples of the client.
-- ``weight``: the weight of the client in the mean. 0 for an unused entry.
-- ``client_steps``: the number of local steps that the client has done.
-- ``loss``: the client's objective (loss plus the terms of the algorithm), averaged over these steps.
-- ``finite``: whether the update and the loss of the client are finite.
-- ``bad_leaf``: the index of the first leaf of the update that is not finite, or -1.
-- ``uplink_bytes``: the bytes that the client has sent, 0 for a client that does not report. A value that does not
-  depend on the client is not sent.
-- ``selected``: the ids of all selected clients. Only present if clients can fail. With over-selection this array is
-  longer than the others.
-
-Scalars:
-
-- ``lr``: the learning rate of the round.
-- ``steps``: the sum of ``client_steps``.
-- ``executed_steps``: the number of local steps that the devices run. If L > 1 clients are trained side by side on a
-  device, it includes the idle steps of clients that wait for a client with more steps.
-- ``executed_ratio``: ``executed_steps / steps``.
-- ``downlink_bytes``: the bytes that each selected client receives: the variables of the server that its update reads,
-  or what the server can compute from them alone if this is less.
-- ``available``: the number of available clients. Only present with a rule of availability.
-- ``time``: the virtual time after the round, in seconds. Only present with ``devices=`` or asynchronous rounds.
-
-With asynchronous rounds, whose cohort is the K clients that report next:
-
-- ``staleness``: [K], the number of updates of the server since the client started.
-- ``start_distance``: [K], ||w_t - w_v||, the distance of the global model from the one with which the client started.
-- ``too_stale``: the number of updates that were dropped because of ``max_staleness``.
-
-Then the metrics of the algorithm (FedEve: ``gain``, ...) and of the sources of drift and, with ``measure=``, the
-results of `Simulation.measure`.
-
-If no client reports, all weights are 0, and the state does not change, except for ``round``. (With
-``fd.aggregation.private`` the server is also updated in such a round.)
-"""
-Record = dict[str, Any]
-"""One round in the history of `Simulation.run`, as Python numbers.
-
-- ``round``: the number of completed rounds. ``seconds``: the duration of the round.
-- ``clients``: the number of aggregated clients.
-- ``train_loss``: the mean of ``loss`` over the aggregated clients, weighted by their numbers of examples.
-- ``lr``, ``steps``, ``executed_steps``, ``executed_ratio``, ``time``, ``too_stale``: as in `Info`.
-- ``uplink_bytes``, ``downlink_bytes``: the sums over the clients of the round.
-- the results of `Simulation.evaluate`, if the model was evaluated after this round.
-- the metrics of the algorithm and the drift measures. A scalar is stored as it is, and of a value per client the mean
-  over the cohort. A measure with one value per local epoch is a list of length E.
-"""
+Record = dict[str, Any]  # one round in the history of `Simulation.run`, see `simulation.records.record`
 THREEFRY = "threefry2x32"  # the random number generator of all keys
 
 

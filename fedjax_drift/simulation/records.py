@@ -41,7 +41,17 @@ jax.tree_util.register_pytree_node(History, lambda history: (list(history), None
 
 
 def record(done: int, info: dict[str, np.ndarray]) -> Record:
-    """Returns the record after ``done`` rounds. Values per client are replaced by their mean over the cohort."""
+    """Returns the record after ``done`` rounds: Python numbers.
+
+    - ``round``: the number of completed rounds. ``seconds``: the duration of the round.
+    - ``clients``: the number of aggregated clients.
+    - ``train_loss``: the mean of ``loss`` over the aggregated clients, weighted by their numbers of examples.
+    - ``lr``, ``steps``, ``executed_steps``, ``executed_ratio``, ``time``, ``too_stale``: as in `Info`.
+    - ``uplink_bytes``, ``downlink_bytes``: the sums over the clients of the round.
+    - The results of `Simulation.evaluate`, if the model was evaluated after this round.
+    - The metrics of the algorithm and the drift measures. A scalar is stored as it is, and of a value per client the
+      mean over the cohort. A measure with one value per local epoch is a list of length E.
+    """
     counted = info["weight"] != 0  # the aggregated clients
     sizes = np.where(counted, info["size"], 0)
     selected = info.get("selected", info["cohort"]) >= 0

@@ -21,6 +21,7 @@ from fedjax_drift.model import Model
 from fedjax_drift.participation import Participation
 from fedjax_drift.round.aggregation import Aggregation, mean
 from fedjax_drift.round.failures import Failures
+from fedjax_drift.round.info import Info
 from fedjax_drift.round.sources import Source
 from fedjax_drift.simulation import description, evaluation, starting
 from fedjax_drift.simulation.asked import Asked
@@ -39,7 +40,7 @@ from fedjax_drift.simulation.until import Until
 from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.topology import Topology, star
-from fedjax_drift.types import Algorithm, Info, Params, Record, ServerState
+from fedjax_drift.types import Algorithm, Params, Record, ServerState
 
 
 class Simulation:
@@ -239,7 +240,7 @@ class Simulation:
             allowed with asynchronous rounds and with importance sampling.
 
         Returns:
-          The next state, and what the round reports, a dict (`fd.types.Info` lists its entries).
+          The next state, and what the round reports, a dict (`round.info.Info` lists its entries).
 
         Raises:
           ValueError: the cohort is empty, or an id is out of range or repeated; or the algorithm uses the test accuracy
@@ -301,7 +302,7 @@ class Simulation:
             function ``cohort(t)`` that returns it. A round with another number of clients compiles another program.
 
         Returns:
-          The last state, and the history: a list with one record per round, a dict (`fd.types.Record` lists its
+          The last state, and the history: a list of dicts, one for each round (`simulation.records.record` lists their
           entries). With several processes, every process returns them and calls its own ``on_round``. Only the first
           process shows the bar. Ctrl-C or SIGTERM in any process ends the run of all after the same round.
 
@@ -428,7 +429,7 @@ class Simulation:
 
         Scalars and client ids do not count. The padding counts, which is sent if the number of clients is not a
         multiple of D * L, the number of clients that train at the same time. The bytes between server and clients are
-        in `fd.types.Info`.
+        in `round.info.Info`.
 
         - "message sum": the size of the sum of the messages and weights. The devices compute it in one all-reduce. On a
           ring each device sends 2 (D - 1) / D of it. It does not depend on the cohort size.
