@@ -69,8 +69,7 @@ class LocalTraining:
         first steps.
       augment: ``augment(key, x)`` returns a random variant of one training example ``x`` (scaled, without a batch
         axis), with the same shape and dtype, such as ``fd.augment.crop_and_flip()``. Every example of every step has a
-        key of its own, which depends on the client's key, the epoch and the step. None: the examples are used as they
-        are.
+        key of its own, which depends on the client's key, the epoch and the step. None: no augmentation.
       steps: K_i >= 1, the number of steps of every client, instead of ``epochs``. A client goes through its examples
         epoch after epoch, and stops in the middle of one. What is otherwise measured after every local epoch is
         measured after every tenth of the steps. None: the number follows from ``epochs``.
