@@ -11,7 +11,7 @@ An algorithm consists of functions that capture its hyper-parameters. With the r
   mu needs no other program. `split` separates a value into its form and its numbers, `join` makes the value again.
 - Two values have the same form if they were made by the same factory with the same arguments, apart from the numbers.
   Simulations with equal forms share their programs.
-- Checkpoints describe an algorithm by its recipe (`storage.identity`).
+- Checkpoints describe an algorithm by its recipe (`simulation.description.identity`).
 
 A value without a recipe works as well. Its functions are compared by identity, and its numbers are constants.
 

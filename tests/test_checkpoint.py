@@ -31,8 +31,9 @@ import fedjax_drift as fd
 from fedjax_drift import cli, disk
 from fedjax_drift.errors import InUseError, OtherRunError
 from fedjax_drift.simulation import loop, progress
+from fedjax_drift.simulation.description import by_name
 from fedjax_drift.storage import checkpoint, client_files, client_store, contents, orbax_backend, saver
-from fedjax_drift.storage.identity import differences, settings
+from fedjax_drift.storage.identity import differences
 
 ROWS = np.random.default_rng(0)
 CLIENTS = [(ROWS.normal(size=(4, 30)).astype(np.float32), ROWS.integers(0, 2, 4)) for _ in range(5)]
@@ -658,12 +659,12 @@ def closed(a):
     ],
 )
 def test_different_values_give_different_settings(one, other) -> None:
-    assert settings(one, "s") and settings(one, "s") == settings(one, "s") != settings(other, "s")
+    assert by_name(one, "s") and by_name(one, "s") == by_name(one, "s") != by_name(other, "s")
 
 
 def test_equal_values_give_equal_settings(tmp_path) -> None:
-    assert settings(1, "s") == settings(1.0, "s") == settings(np.float32(1), "s") == {"s": 1}
-    assert settings(np.float32, "s") == settings(jnp.float32, "s") == settings(np.dtype("float32"), "s")
+    assert by_name(1, "s") == by_name(1.0, "s") == by_name(np.float32(1), "s") == {"s": 1}
+    assert by_name(np.float32, "s") == by_name(jnp.float32, "s") == by_name(np.dtype("float32"), "s")
     with pytest.raises(ValueError, match="config must be a dict of values that JSON can store"):
         fd.Checkpoints(tmp_path, config={"a": np.float32(1)})
 
@@ -673,8 +674,8 @@ def test_a_function_has_the_same_settings_whether_its_script_is_run_or_imported(
     """The settings are also the same in every process, although the order of a set differs between processes."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/script.py").write_text(
-        "from fedjax_drift.storage.identity import settings\n"
-        "print(settings((lambda x: x, {'four', 'five', 'six'}), 's'))\n"
+        "from fedjax_drift.simulation.description import by_name\n"
+        "print(by_name((lambda x: x, {'four', 'five', 'six'}), 's'))\n"
     )
     outputs = set()
     for seed, arguments in enumerate([["folder/script.py"], ["-m", "folder.script"], ["-c", "import folder.script"]]):
@@ -685,12 +686,12 @@ def test_a_function_has_the_same_settings_whether_its_script_is_run_or_imported(
         outputs.add(done.stdout)
     assert len(outputs) == 1 and outputs.pop().startswith("{'s.0': 'script.<lambda>', 's.1.0': 'five'")
     function = closed(1)
-    assert settings(function, "s")["s"] == "test_checkpoint.closed.<locals>.<lambda>"
+    assert by_name(function, "s")["s"] == "test_checkpoint.closed.<locals>.<lambda>"
     function.__module__ = "__main__"  # as in a notebook, whose functions have no file
     monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)
-    assert settings(function, "s")["s"] == "closed.<locals>.<lambda>"
+    assert by_name(function, "s")["s"] == "closed.<locals>.<lambda>"
     # The names of functions of libraries do not include the module.
-    assert settings(optax.scale_by_adam(), "s")["s.update"] == "scale_by_adam.<locals>.update_fn"
+    assert by_name(optax.scale_by_adam(), "s")["s.update"] == "scale_by_adam.<locals>.update_fn"
 
 
 LOSS = """

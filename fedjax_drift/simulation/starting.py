@@ -9,10 +9,10 @@ import jax
 
 from fedjax_drift import checks, tree
 from fedjax_drift.simulation import validate
+from fedjax_drift.simulation.description import identity
 from fedjax_drift.simulation.executor import Executor
 from fedjax_drift.simulation.placement import moved
 from fedjax_drift.storage.client_store import ClientStore
-from fedjax_drift.storage.identity import identity
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.types import Params, ServerState
 
@@ -21,9 +21,7 @@ def specification(executor: Executor, known: dict[str, Any] | None = None) -> Sp
     """See `Simulation.specification`. known: the identity, if it is known."""
     setup = executor.setup
     if known is None:
-        engine, computation = setup.engine._replace(model=setup.model), executor.computation()
-        options, on_nonfinite, place = setup.options, setup.on_nonfinite, setup.client_store
-        known = identity(engine, options, on_nonfinite, place, setup.state, computation)
+        known = identity(setup, executor.computation())
     return Specification(
         mesh=setup.mesh,
         num_clients=setup.data.num_clients,

@@ -27,7 +27,7 @@ from fedjax_drift.devices.mesh import leaf_shardings
 from fedjax_drift.errors import DamagedError, OtherRunError
 from fedjax_drift.storage import array_files
 from fedjax_drift.storage.client_store import ClientStore
-from fedjax_drift.storage.identity import crc32, few
+from fedjax_drift.storage.identity import few
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.types import THREEFRY, PyTree, Record, ServerState
 
@@ -234,7 +234,7 @@ def checksums(spec: Specification, leaves: list[Leaf]) -> list[int]:
     rows = tuple(spec.num_clients if i >= first_client else None for i in on_devices)
     computed = launch(spec.mesh, functools.partial(_sums, rows), list(on_devices.values()))
     known = dict(zip(on_devices, np.asarray(computed).tolist(), strict=True))
-    return [known[i] if i in known else crc32(np.asarray(leaf)) for i, leaf in enumerate(leaves)]
+    return [known[i] if i in known else tree.crc32(np.asarray(leaf)) for i, leaf in enumerate(leaves)]
 
 
 @functools.partial(jax.jit, static_argnums=0)

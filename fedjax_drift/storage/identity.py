@@ -1,173 +1,17 @@
-"""The identity of a run: a dict with everything that its results depend on.
+"""Compares the identities of two runs: dicts with everything that their results depend on.
 
-Two runs are the same if their identities are equal. Otherwise the entries that differ show why.
-
-- Algorithms, models and aggregations are described by their recipes: the factory and its arguments. Functions are
-  described by their names.
-- The code of functions, and the values that functions capture, have one entry: a checksum of the traced update of a
-  client and of the server. A difference in it only causes a warning, because the change may have no effect. It is
-  compared if both runs have the same version of JAX and the same kind of device.
-- The code of libraries is identified by their versions.
+`simulation.description.identity` makes them. Two runs are the same if their identities are equal. Otherwise the
+entries that differ show why. A difference in the entry `COMPUTATION` alone only causes a warning, because the change
+may have no effect. It is compared if both runs have the same version of JAX and the same kind of device.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from fedjax_drift import recipes
-from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.participation import Participation
-from fedjax_drift.participation.cohorts import short_name
-from fedjax_drift.recipes import Frozen
-from fedjax_drift.round.engine import Engine, initial_client
-from fedjax_drift.tree import crc32, described, layout
-from fedjax_drift.types import ServerState
 
 COMPUTATION = "computation"  # the name of the entry with the checksum of the traced updates
-MOST_BYTES = 10**9  # `fingerprint` reads only some rows of a larger array
-LIBRARIES = ("fedjax_drift", "jax", "jaxlib", "flax", "optax", "chex", "numpy", "ml_dtypes", "builtins")
-
-
-def identity(
-    engine: Engine,
-    options: Any,
-    on_nonfinite: str,
-    client_store: str,
-    state: ServerState,
-    computation: str,
-) -> dict[str, Any]:
-    """Returns everything that the results of a run depend on, as a dict that JSON can store.
-
-    The number of lanes, the devices and streaming are not part of it, because results do not depend on them.
-
-    Args:
-      engine: the round, with its algorithm, model and options.
-      options: the `simulation.options.Options`.
-      on_nonfinite: the option of `Simulation`.
-      client_store: "device", "sharded", "host" or a folder.
-      state: shapes and dtypes of the whole state.
-      computation: a checksum of the traced updates, after the version of JAX and the kind of device.
-    """
-    clock = options.clock
-    entries = {  # the options of Simulation that change results
-        "cohort_size": engine.cohort_size,
-        **_participation(options.participation),
-        "on_nonfinite": on_nonfinite,
-        **settings(options.failures, "failures"),
-        **settings(options.aggregation, "aggregation"),
-        **({} if clock.concurrency is None else settings(clock, "clock")),
-        **settings(options.devices, "devices"),
-    }
-    if not options.topology.is_star:
-        entries |= settings(options.topology, "topology")
-    for source in options.sources:
-        entries |= settings(source, f"sources.{source.name}")
-    places = {"device": "on the devices", "sharded": "on the devices", "host": "on the host"}
-    shapes = {"server": state.server, "client": jax.eval_shape(functools.partial(initial_client, engine), state.params)}
-    return {
-        "algorithm": engine.algorithm.name,
-        **settings(engine.algorithm, "algorithm"),
-        **settings(engine.model, "model"),
-        **settings(engine.local, "local"),
-        **_schedule(engine),
-        **entries,
-        "client states": places.get(client_store, "files"),
-        **described(layout(shapes)),
-        **fingerprint(options.data),
-        COMPUTATION: computation,
-    }
-
-
-def _schedule(engine: Engine) -> dict[str, Any]:
-    """Returns a checksum of the learning rates of 1,024 rounds, if they are a function of the round."""
-    lr = engine.local.lr
-    return {"local.lr": _crc(np.asarray(jax.vmap(lr)(jnp.arange(1024))))} if callable(lr) else {}
-
-
-def _participation(rule: Participation) -> dict[str, Any]:
-    """Returns the rule. The first two have had the name "sampling" since the first version."""
-    if short := short_name(rule):
-        return {"sampling": short}
-    return {"participation": rule.name, **settings(rule, "participation")}
-
-
-def settings(value: Any, name: str) -> dict[str, Any]:
-    """Returns the plain values in recipes, NamedTuples, dataclasses and containers, by dotted name.
-
-    Arrays are compared by their contents, functions and all other objects by their names.
-
-    >>> from fedjax_drift.algorithms import fedprox
-    >>> settings(fedprox(0.5), "algorithm")
-    {'algorithm': 'fedprox', 'algorithm.mu': 0.5, 'algorithm.server_lr': 1, 'algorithm.weighting': 'examples'}
-    """
-    if isinstance(value, np.generic | np.ndarray | jax.Array):
-        value = _of_array(value)
-    if isinstance(value, Frozen):
-        value = value.checksum
-    if isinstance(value, np.dtype):
-        value = str(value)
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 1 and 1.0 are the same setting
-    if value is None or isinstance(value, bool | int | float | str):
-        return {name: value}
-    recipe = recipes.recipe_of(value)
-    entries = {name: _name(recipe.factory)} if recipe else {}
-    parts = _parts(value)
-    for part, inner in ({"": _name(value)} if parts is None else parts).items():
-        entries |= settings(inner, f"{name}.{part}" if part else name)
-    return entries
-
-
-def _of_array(array: Any) -> Any:
-    """Returns the number for a scalar, and dtype, shape and checksum for any other array."""
-    if isinstance(array, jax.Array) and jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
-        array = jax.random.key_data(array)
-    array = np.asarray(array)
-    return array.item() if array.ndim == 0 and array.dtype.kind in "biuf" else _crc(array)
-
-
-def _parts(value: Any) -> Mapping[str, Any] | None:
-    """Returns the elements, fields or arguments by name. None for an object that has none."""
-    parts = recipes.parts_of(value)
-    if parts is None and isinstance(value, tuple | list):
-        parts = {str(i): item for i, item in enumerate(value)}
-    if parts is None and isinstance(value, set | frozenset):
-        parts = {str(i): item for i, item in enumerate(sorted(value, key=repr))}
-    if parts is None and isinstance(value, dict):
-        parts = {str(key): item for key, item in value.items()}
-    if parts is None and dataclasses.is_dataclass(value) and not isinstance(value, type):
-        parts = {"": _name(value)} | {
-            field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)
-        }
-    return None if parts is None else {name: part for name, part in parts.items() if name != "recipe"}
-
-
-def _name(value: Any) -> str:
-    """Returns the name of a function, of a class or of an object's class, with the last part of its module's name.
-
-    "__main__" is replaced by the file name of the script, so that a script has the same names when it is run and when
-    it is imported. Functions of a notebook have no module name. Functions of libraries have no module name either,
-    because new versions of a library may move them to another module.
-    """
-    function = value.func if isinstance(value, functools.partial) else value
-    named = function if hasattr(function, "__qualname__") else type(function)
-    module = getattr(named, "__module__", None) or ""
-    if module in ("__main__", "__mp_main__"):  # the latter in processes that multiprocessing has started
-        module = Path(getattr(sys.modules[module], "__file__", None) or "").stem
-    elif module.partition(".")[0] in LIBRARIES:
-        module = ""
-    return f"{module.rpartition('.')[2]}.{named.__qualname__}".removeprefix(".")
 
 
 def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[dict[str, tuple[str, str]], bool]:
@@ -186,27 +30,3 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[
 def few(items: list[str], most: int = 6) -> str:
     """Returns the first ``most`` items as text, with the number of the remaining items."""
     return "; ".join(items[:most]) + (f"; and {len(items) - most} more" if len(items) > most else "")
-
-
-_fingerprints: WeakKeyDictionary[FederatedData, dict[str, Any]] = WeakKeyDictionary()
-
-
-def fingerprint(data: FederatedData) -> dict[str, Any]:
-    """Returns checksums of the arrays of a federation. For arrays of more than 1 GB only evenly spaced rows are
-    read."""
-    if data.root not in _fingerprints:
-        arrays = {name: getattr(data, name) for name in ("sizes", "x", "y", "x_test", "y_test", "mean", "std")}
-        known = {name: None if array is None else _crc(np.asarray(array)) for name, array in arrays.items()}
-        _fingerprints[data.root] = {f"data.{name}": value for name, value in known.items()}
-    plain = {"data.name": data.name, "data.redeal": data.redeal}
-    if data.x.dtype == np.uint8 and not data.has_images:  # earlier versions divided all uint8 inputs by 255
-        plain["data.inputs"] = "unscaled"
-    return plain | _fingerprints[data.root] | settings(data.shifting, "data.shifting")
-
-
-def _crc(array: np.ndarray) -> str:
-    rows = array
-    if array.nbytes > MOST_BYTES:
-        share = max(1, int(len(array) * MOST_BYTES / array.nbytes))
-        rows = array[np.linspace(0, len(array) - 1, share).astype(np.int64)]
-    return f"{array.dtype}{list(array.shape)}, crc32 {crc32(rows):08x}"
