@@ -42,7 +42,7 @@ import traceback
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,21 +50,24 @@ import numpy as np
 from PIL import Image
 from test_benchmark_files import LAST, Y, write_fl_bench, write_niid_bench, write_pfllib
 from test_data_files import characters, field, write_batch, write_emnist, write_femnist
+from test_download import FORMS
 
 import fedjax_drift as fd
-from fedjax_drift.data.images import CIFAR10_CLASSES
 from fedjax_drift.errors import ConfigurationError, DamagedError
 
 SECONDS, CPU_SECONDS, MEMORY = 120, 20, 300_000_000
+BOMB = 400 * 2**20  # bytes that a small file unpacks to, more than a child may use
 BAD = ("RAW", "HANG", "MEMORY", "CRASH")
 NAMES = [f"f{i:04}_{i:02}" for i in range(3)]
 
-Change = Callable[[Path], None]
+Change = Callable[[Path], object]
 
 
 class Format(NamedTuple):
-    make: Callable[[Path], Path]
-    """Writes a small valid example into a folder. Returns the file to damage."""
+    file: str
+    """The file to damage, as a pattern in the folder of the example."""
+    make: Callable[[Path], object]
+    """Writes a small valid example into a folder."""
     load: Callable[[Path], Any]
     """Returns the contents of the folder as arrays and plain values."""
     checked: bool = False
@@ -155,17 +158,20 @@ def values(data: fd.FederatedData) -> list[Any]:
     return [data.x, data.y, data.sizes, data.x_test, data.y_test, data.client_names]
 
 
+def edited(edit: Callable[[bytes], bytes]) -> Change:
+    return lambda path: path.write_bytes(edit(path.read_bytes()))
+
+
 def written(text: str | bytes) -> Change:
-    return lambda path: path.write_bytes(text.encode("latin-1") if isinstance(text, str) else text) and None
+    return lambda path: path.write_bytes(text.encode("latin-1") if isinstance(text, str) else text)
 
 
 def replaced(old: str, new: str) -> Change:
-    def change(path: Path) -> None:
-        content = path.read_bytes()
+    def edit(content: bytes) -> bytes:
         assert old.encode("latin-1") in content, old
-        path.write_bytes(content.replace(old.encode("latin-1"), new.encode("latin-1"), 1))
+        return content.replace(old.encode("latin-1"), new.encode("latin-1"), 1)
 
-    return change
+    return edited(edit)
 
 
 def npz(packed: bool = False, **arrays: Any) -> Change:
@@ -179,8 +185,10 @@ def images(side: int = 28, rows: int = 6) -> dict[str, np.ndarray]:
     return {"x_train": x, "y_train": y, "x_test": x[:2] + 1, "y_test": y[:2]}
 
 
-def header(text: bytes, packed: bool = False, claims: int | None = None) -> Change:
-    """Returns a change that writes an npz file. In it, x_train has this npy header and 100 bytes of data.
+def header(
+    text: bytes, packed: bool = False, claims: int | None = None, data: Sequence[bytes] = (bytes(100),)
+) -> Change:
+    """Returns a change that writes an npz file. In it, x_train has this npy header and these parts of data.
 
     claims: the uncompressed size of x_train in the zip directory. Default: the true size.
     """
@@ -189,8 +197,10 @@ def header(text: bytes, packed: bool = False, claims: int | None = None) -> Chan
         arrays = io.BytesIO()
         np.savez(arrays, **{key: array for key, array in images().items() if key != "x_train"})
         with zipfile.ZipFile(arrays, "a", zipfile.ZIP_DEFLATED if packed else zipfile.ZIP_STORED) as archive:
-            text_ = text.ljust(117) + b"\n"
-            archive.writestr("x_train.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text_)) + text_ + bytes(100))
+            with archive.open("x_train.npy", "w", force_zip64=False) as member:
+                text_ = text.ljust(117) + b"\n"
+                for part in (b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text_)) + text_, *data):
+                    member.write(part)
         content = arrays.getvalue()
         if claims is not None:
             at = content.rindex(b"PK\x01\x02")
@@ -204,31 +214,11 @@ def of_shape(shape: str, dtype: str = "|u1") -> bytes:
     return f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}".encode()
 
 
-def deflated(path: Path) -> None:
-    """Writes an npz file in which x_train has 3 GiB of zeros, compressed to 3 MiB."""
-    stream = zlib.compressobj(wbits=-15)
-    part = stream.compress(bytes(2**24)) + stream.flush(zlib.Z_FULL_FLUSH)
-    header(of_shape("(3221225472,)"), packed=True)(path)
-    content = path.read_bytes()
-    start, end = content.rindex(b"x_train.npy", 0, content.index(b"PK\x01\x02")) + 11, content.index(b"PK\x01\x02")
-    local = bytearray(content[start - 41 : start])
-    raw = zlib.decompress(content[start:end], -15)[:-100]
-    first = zlib.compressobj(wbits=-15)
-    body = first.compress(raw) + first.flush(zlib.Z_FULL_FLUSH) + part * 192 + b"\x03\x00"
-    central = bytearray(content[end:])
-    at = central.rindex(b"PK\x01\x02")
-    for target, place in ((local, 18), (central, at + 20)):
-        target[place : place + 8] = struct.pack("<II", len(body), 192 * 2**24 + len(raw))
-    finish = central.rindex(b"PK\x05\x06")
-    central[finish + 16 : finish + 20] = struct.pack("<I", start + len(body))
-    path.write_bytes(content[: start - 41] + bytes(local) + body + bytes(central))
-
-
 NPZ: dict[str, Change] = {
     "huge shape": header(of_shape("(10000000000000,)")),
     "huge shape, huge member": header(of_shape("(4294960000,)"), claims=4294960128),
     "huge packed member": header(of_shape("(4294960000,)"), packed=True, claims=4294960128),
-    "bomb": deflated,
+    "bomb": header(of_shape(f"({BOMB},)"), packed=True, data=[bytes(2**24)] * (BOMB // 2**24)),
     "negative shape": header(of_shape("(-4, 28, 28)")),
     "small shape": header(of_shape("(1, 2, 5)")),
     "unclosed header": header(b"{'descr': '|u1', 'shape': ("),
@@ -240,12 +230,9 @@ NPZ: dict[str, Change] = {
 }
 
 
-def make_npz(name: str, packed: bool = False, **arrays: Any) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        npz(packed, **arrays)(folder / name)
-        return folder / name
-
-    return make
+def as_npz(name: str, packed: bool = False, **arrays: Any) -> tuple[str, Change]:
+    """The file of a `Format`, and the function that makes it."""
+    return name, lambda folder: npz(packed, **arrays)(folder / name)
 
 
 def encoded(kind: str) -> dict[str, Any]:
@@ -259,27 +246,18 @@ def encoded(kind: str) -> dict[str, Any]:
     return {kind: data, "offsets": offsets, "labels": np.arange(6), "n_train": 4}
 
 
-def make_idx(folder: Path) -> Path:
-    write_emnist(folder)
-    return folder / "emnist-letters-train-images-idx3-ubyte.gz"
-
-
 def idx(raw: bytes, times: int = 1) -> Change:
     return written(gzip.compress(raw) * times)
 
 
-def make_cifar10(folder: Path) -> Path:
-    x = images(32)["x_train"]
-    for i in range(1, 6):
-        write_batch(folder / "cifar-10-batches-py" / f"data_batch_{i}", x[:2], labels=[i, 0])
-    write_batch(folder / "cifar-10-batches-py" / "test_batch", x[:1], labels=[9])
-    return folder / "cifar-10-batches-py" / "data_batch_2"
+def published(name: str) -> Change:
+    """Returns a function that writes the unpacked files of a download."""
 
+    def make(folder: Path) -> None:
+        (folder / "packed").mkdir()
+        FORMS[name](folder, folder / "packed")
 
-def make_cifar100(folder: Path) -> Path:
-    for name in ("train", "test"):
-        write_batch(folder / "cifar-100-python" / name, images(32)["x_train"][:3], fine_labels=[9, 98, 99])
-    return folder / "cifar-100-python" / "train"
+    return make
 
 
 def pickled(*opcodes: bytes) -> Change:
@@ -306,7 +284,7 @@ PICKLES: dict[str, Change] = {
     "code": written(pickle.dumps(os.getcwd, 2)),
     "lists within lists": nested,
     "no labels": replaced("labels", "babels"),
-    "protocol 5": lambda path: path.write_bytes(pickle.dumps({"data": np.zeros((1, 3072), np.uint8)}, 5)) and None,
+    "protocol 5": written(pickle.dumps({"data": np.zeros((1, 3072), np.uint8)}, 5)),
     "long": pickled(b"\x8b\x7f\xff\xff\xff"),
 }
 
@@ -407,36 +385,32 @@ PFLLIB = {name: data_npy(hostile(opcodes)) for name, opcodes in HOSTILE.items()}
 }
 
 
-def make_pfllib(name: str) -> Callable[[Path], Path]:
-    return lambda folder: write_pfllib(folder / "digits") / name
+def make_pfllib(folder: Path) -> None:
+    write_pfllib(folder / "digits")
 
 
-def make_fl_bench(name: str) -> Callable[[Path], Path]:
-    return lambda folder: write_fl_bench(folder / "partition").with_name(name)
+def make_fl_bench(folder: Path) -> None:
+    write_fl_bench(folder / "partition")
 
 
-def make_niid_bench(folder: Path) -> Path:
-    return write_niid_bench(folder / "card") / "1.csv"
+def make_niid_bench(folder: Path) -> None:
+    write_niid_bench(folder / "card")
 
 
 def partition(**changes: Any) -> Change:
     """Returns a change of the entries of FL-bench's pickle."""
-
-    def change(path: Path) -> None:
-        path.write_bytes(pickle.dumps(pickle.loads(path.read_bytes()) | changes))
-
-    return change
+    return edited(lambda content: pickle.dumps(pickle.loads(content) | changes))
 
 
 def of_first_client(rows: Any) -> Change:
     """Returns a change of the training examples of client 0 in FL-bench's pickle."""
 
-    def change(path: Path) -> None:
-        content = pickle.loads(path.read_bytes())
-        content["data_indices"][0]["train"] = rows
-        path.write_bytes(pickle.dumps(content))
+    def edit(content: bytes) -> bytes:
+        entries = pickle.loads(content)
+        entries["data_indices"][0]["train"] = rows
+        return pickle.dumps(entries)
 
-    return change
+    return edited(edit)
 
 
 def of_clients(*ids: Any) -> Change:
@@ -454,71 +428,28 @@ FL_BENCH = {
 }  # fmt: skip
 
 
-def make_cinic(folder: Path) -> Path:
-    rng = np.random.default_rng(2)
-    for part in ("train", "test"):
-        for name in CIFAR10_CLASSES:
-            (folder / "CINIC-10" / part / name).mkdir(parents=True)
-            x = rng.integers(0, 256, (32, 32, 3), np.uint8)
-            Image.fromarray(x).save(folder / "CINIC-10" / part / name / "0.png")
-    return folder / "CINIC-10" / "train" / "bird" / "0.png"
-
-
 def png(side: int) -> Change:
     """Returns a change that writes another width and height into the header of a PNG file."""
 
-    def change(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        content[16:24] = struct.pack(">II", side, side)
-        content[29:33] = struct.pack(">I", zlib.crc32(content[12:29]))
-        path.write_bytes(content)
+    def edit(content: bytes) -> bytes:
+        header = content[12:16] + struct.pack(">II", side, side) + content[24:29]
+        return content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:]
 
-    return change
+    return edited(edit)
 
 
 def another_image(kind: str) -> Change:
-    def change(path: Path) -> None:
-        buffer = io.BytesIO()
-        Image.new("RGB", (32, 32)).save(buffer, kind)
-        path.write_bytes(buffer.getvalue())
-
-    return change
+    return lambda path: Image.new("RGB", (32, 32)).save(path, kind)
 
 
-def make_tiny(name: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        folder = folder / "tiny-imagenet-200"
-        rng = np.random.default_rng(3)
-        (folder / "val" / "images").mkdir(parents=True)
-        lines = []
-        for wnid in NAMES:
-            (folder / "train" / wnid / "images").mkdir(parents=True)
-            for image in (folder / "train" / wnid / "images", folder / "val" / "images"):
-                x = rng.integers(0, 256, (64, 64, 3), np.uint8)
-                Image.fromarray(x).save(image / f"{wnid}.JPEG")
-            lines.append(f"{wnid}.JPEG\t{wnid}\t0\t0\t63\t63\n")
-        (folder / "wnids.txt").write_text("\n".join(NAMES) + "\n")
-        (folder / "val" / "val_annotations.txt").write_text("".join(lines))
-        return folder / name
-
-    return make
+def make_femnist(source: str) -> Change:
+    train, test = characters(dict.fromkeys(NAMES, 2))[0], characters({NAMES[0]: 1})[0]
+    return lambda folder: write_femnist(folder, source, train, test)
 
 
-def make_femnist(source: str, cached: bool = False) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        write_femnist(folder, source, characters(dict.fromkeys(NAMES, 2))[0], characters({NAMES[0]: 1})[0])
-        if cached:
-            dataset("femnist")(folder)
-            return next((folder / "cache").iterdir())
-        return {
-            "leaf": folder / "leaf_femnist" / "train" / "all_data_1.json",
-            "fedjax": folder / "federated_emnist_train.sqlite",
-            "tff": folder / "fed_emnist_train.h5",
-            "tff sqlite": folder / "emnist_all.sqlite",
-            "tff lzma": folder / "emnist_all.sqlite.lzma",
-        }[source]
-
-    return make
+def make_cache(folder: Path) -> None:
+    make_femnist("leaf")(folder)
+    dataset("femnist")(folder)
 
 
 def again(load: Callable[[Path], Any]) -> Callable[[Path], Any]:
@@ -532,11 +463,7 @@ def again(load: Callable[[Path], Any]) -> Callable[[Path], Any]:
 
 
 def leaf(**change: Any) -> Change:
-    def write(path: Path) -> None:
-        content = json.loads(path.read_text())
-        path.write_text(json.dumps(content | change))
-
-    return write
+    return edited(lambda content: json.dumps(json.loads(content) | change).encode())
 
 
 def sql(*statements: str) -> Change:
@@ -556,20 +483,13 @@ def blob(data: bytes) -> Change:
     return change
 
 
-def inflating() -> bytes:
-    """Returns 3 GiB of zeros, compressed to 3 MiB in the format of zlib."""
-    stream = zlib.compressobj()
-    first = stream.compress(bytes(2**24)) + stream.flush(zlib.Z_FULL_FLUSH)
-    return first + (stream.compress(bytes(2**24)) + stream.flush(zlib.Z_FULL_FLUSH)) * 191
-
-
 ENDLESS = (
     "CREATE VIEW federated_data AS WITH RECURSIVE more(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM more) "
     "SELECT n AS client_id, data, num_examples, n AS rowid FROM more, first"
 )
 SQLITE: dict[str, Change] = {
     "an endless view": sql("ALTER TABLE federated_data RENAME TO first", ENDLESS),
-    "a bomb": lambda path: blob(inflating())(path),
+    "a bomb": lambda path: blob(zlib.compress(bytes(BOMB)))(path),
     "msgpack of lists": blob(zlib.compress(b"\x91" * 100_000)),
     "msgpack of no text": blob(zlib.compress(b"\x81\x01\x02")),
     "no blob": sql("UPDATE federated_data SET data = 'text'"),
@@ -652,33 +572,20 @@ def packed_again(change: Change) -> Change:
 
 def with_header(pages: int) -> Change:
     """Returns a change of the number of pages in the header of a packed database."""
-
-    def change(path: Path) -> None:
-        content = path.read_bytes()
-        path.write_bytes(content[:28] + struct.pack(">I", pages) + content[32:])
-
-    return packed_again(change)
-
-
-def lzma_bomb(path: Path) -> None:
-    """Writes 3 GiB of zeros after the header of a database, packed to 0.5 MB."""
-    start = lzma.decompress(path.read_bytes())[:100]
-    packer = lzma.LZMACompressor(preset=0)
-    parts = [packer.compress(start), *(packer.compress(bytes(2**24)) for _ in range(192)), packer.flush()]
-    path.write_bytes(b"".join(parts))
+    return packed_again(edited(lambda content: content[:28] + struct.pack(">I", pages) + content[32:]))
 
 
 LZMA = {name: packed_again(TFF[name]) for name in ("an endless view", "no rows", "a field of 2**63 bytes", "no split")}
 LZMA |= {
-    "a bomb": lzma_bomb,
+    "a bomb": packed_again(edited(lambda content: content[:100] + bytes(BOMB))),
     "a header of 16 TiB": with_header(2**32 - 1),
     "a header of no pages": with_header(0),
-    "a dictionary of 4 GiB": lambda path: path.write_bytes(b"]" + b"\xff" * 4 + path.read_bytes()[5:]) and None,
-    "two streams": lambda path: path.write_bytes(path.read_bytes() * 2) and None,
+    "a dictionary of 4 GiB": edited(lambda content: b"]" + b"\xff" * 4 + content[5:]),
+    "two streams": edited(lambda content: content * 2),
     "no database": written(lzma.compress(bytes(1000))),
     "nothing": written(lzma.compress(b"")),
     "xz": packed_again(lambda path: None),
-    "unpacked": lambda path: path.write_bytes(lzma.decompress(path.read_bytes())) and None,
+    "unpacked": edited(lzma.decompress),
 }
 
 
@@ -744,47 +651,40 @@ def own_tff(name: str) -> Callable[[Path], Any]:
 SECOND = 978_300_000  # a typical time of a rating in ML-1M
 
 
-def make_movielens(name: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        (folder / "ml-1m").mkdir()
-        ratings = [f"{u}::{10 * u + f}::{f}::{SECOND + 100 * f + u}\n" for u in (1, 2, 3) for f in (1, 2, 3)]
-        (folder / "ml-1m" / "ratings.dat").write_text("".join(ratings))
-        (folder / "ml-1m" / "users.dat").write_text("".join(f"{u}::F::25::{u}::5506{u}\n" for u in (1, 2, 3)))
-        return folder / "ml-1m" / name
-
-    return make
+def make_movielens(folder: Path) -> None:
+    (folder / "ml-1m").mkdir()
+    ratings = [f"{u}::{10 * u + f}::{f}::{SECOND + 100 * f + u}\n" for u in (1, 2, 3) for f in (1, 2, 3)]
+    (folder / "ml-1m" / "ratings.dat").write_text("".join(ratings))
+    (folder / "ml-1m" / "users.dat").write_text("".join(f"{u}::F::25::{u}::5506{u}\n" for u in (1, 2, 3)))
 
 
 RATED = {"user_id": np.repeat([7, 9], 3), "movie_id": np.arange(6) + 20, "timestamp": SECOND + np.arange(6)}
 SMALL = {"history": 2, "negatives": 1, "test_negatives": 2}
 
 
-def make_agnews(folder: Path) -> Path:
+def make_agnews(folder: Path) -> None:
     (folder / "ag_news_csv").mkdir()
     for name in ("train.csv", "test.csv"):
         (folder / "ag_news_csv" / name).write_text(
             '"3","Oil up, up","Oil ""rose"" \\$40"\n"1","Up!","xé"\n"2","Oil","four"\n', "utf-8"
         )
-    return folder / "ag_news_csv" / "train.csv"
 
 
-def make_bindingdb(folder: Path) -> Path:
+def make_bindingdb(folder: Path) -> None:
     rows = [("CCO", "12.5", "MKV"), ("CCC", "99", "MKV"), ("C=O", ">10000", "MKV"), ("O", "<1e1", "MMM")]
     lines = ["Id\tLigand SMILES\tKd (nM)\tBindingDB Target Chain Sequence\n"]
     lines += [f"{i}\t{smiles}\t{kd}\t{protein}\n" for i, (smiles, kd, protein) in enumerate(rows)]
     (folder / "BindingDB_All.tsv").write_text("".join(lines))
-    return folder / "BindingDB_All.tsv"
 
 
 MODEL = fd.models.linear((4,), num_classes=2)
 PARAMS = {"classifier/dense/bias": np.ones(2, "f4"), "classifier/dense/kernel": np.ones((4, 2), "f4")}
 
 
-def make_safetensors(folder: Path) -> Path:
+def make_safetensors(folder: Path) -> None:
     from safetensors import numpy
 
     numpy.save_file(PARAMS, folder / "params.safetensors")
-    return folder / "params.safetensors"
 
 
 def load_params(folder: Path, name: str = "params.npz") -> Any:
@@ -805,9 +705,8 @@ RECORDS = [
 ]
 
 
-def make_log(folder: Path) -> Path:
+def make_log(folder: Path) -> None:
     (folder / "rounds.jsonl").write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    return folder / "rounds.jsonl"
 
 
 def load_log(folder: Path) -> Any:
@@ -816,16 +715,12 @@ def load_log(folder: Path) -> Any:
     return [json.dumps(read), measured and str(fd.plots.rounds_to_target(folder, 0.5))]
 
 
-def make_run(name: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        make_log(folder)
-        model = {"name": "linear", "parameters": 10, "num_classes": 2, "input_shape": [4]}
-        (folder / "config.json").write_text(json.dumps({"algorithms": ["a"], "seeds": [0], "model": model}))
-        (folder / "a").mkdir()
-        np.savez(folder / "a" / "model.npz", **PARAMS)
-        return folder / name
-
-    return make
+def make_run(folder: Path) -> None:
+    make_log(folder)
+    model = {"name": "linear", "parameters": 10, "num_classes": 2, "input_shape": [4]}
+    (folder / "config.json").write_text(json.dumps({"algorithms": ["a"], "seeds": [0], "model": model}))
+    (folder / "a").mkdir()
+    np.savez(folder / "a" / "model.npz", **PARAMS)
 
 
 def load_run(folder: Path) -> Any:
@@ -834,33 +729,29 @@ def load_run(folder: Path) -> Any:
     return [run.algorithm, run.seed, json.dumps(run.settings), json.dumps(run.history), dense["bias"], dense["kernel"]]
 
 
-def make_tfds(pattern: str) -> Callable[[Path], Path]:
-    def make(folder: Path) -> Path:
-        import tensorflow_datasets as tfds
+def make_tfds(folder: Path) -> None:
+    import tensorflow_datasets as tfds
 
-        arrays = images()
+    arrays = images()
 
-        class Mnist(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-            VERSION = tfds.core.Version("3.0.1")
+    class Mnist(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("3.0.1")
 
-            def _info(self) -> Any:
-                features = {
-                    "image": tfds.features.Image(shape=(28, 28, 1)),
-                    "label": tfds.features.ClassLabel(num_classes=10),
-                }
-                return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
+        def _info(self) -> Any:
+            features = {
+                "image": tfds.features.Image(shape=(28, 28, 1)),
+                "label": tfds.features.ClassLabel(num_classes=10),
+            }
+            return tfds.core.DatasetInfo(builder=self, features=tfds.features.FeaturesDict(features))
 
-            def _split_generators(self, dl_manager: Any) -> Any:
-                return {split: self._generate_examples(split) for split in ("train", "test")}
+        def _split_generators(self, dl_manager: Any) -> Any:
+            return {split: self._generate_examples(split) for split in ("train", "test")}
 
-            def _generate_examples(self, split: str) -> Iterator[Any]:
-                for i, (x, y) in enumerate(zip(arrays[f"x_{split}"], arrays[f"y_{split}"], strict=True)):
-                    yield i, {"image": Image.fromarray(x), "label": int(y)}
+        def _generate_examples(self, split: str) -> Iterator[Any]:
+            for i, (x, y) in enumerate(zip(arrays[f"x_{split}"], arrays[f"y_{split}"], strict=True)):
+                yield i, {"image": Image.fromarray(x), "label": int(y)}
 
-        Mnist(data_dir=folder / "tfds", file_format="array_record").download_and_prepare()
-        return next((folder / "tfds").glob(f"mnist/*/{pattern}"))
-
-    return make
+    Mnist(data_dir=folder / "tfds", file_format="array_record").download_and_prepare()
 
 
 def load_tfds(folder: Path) -> Any:
@@ -869,19 +760,22 @@ def load_tfds(folder: Path) -> Any:
     return values(fd.datasets.load("mnist", fd.partition.iid(1)))
 
 
+TINY, TINY_IMAGENET = "tiny-imagenet-200", (published("tiny_imagenet"), dataset("tiny_imagenet"))
+LEAF, FEDJAX = "leaf_femnist/train/all_data_1.json", "federated_emnist_train.sqlite"
+TFF_H5, TFF_DATABASE = "fed_emnist_train.h5", "emnist_all.sqlite"
 FORMATS = {
-    "images npz": Format(make_npz("mnist.npz", **images()), dataset("mnist"), True, NPZ | {
+    "images npz": Format(*as_npz("mnist.npz", **images()), dataset("mnist"), True, NPZ | {
         "labels of text": npz(**images() | {"y_train": np.array(["a"] * 6)}),
         "labels of 2**64": npz(**images() | {"y_train": np.full(6, 2**64 - 1, np.uint64)}),
         "labels of no axis": npz(**images() | {"y_train": np.array(3)}),
         "records": npz(**images() | {"x_train": np.zeros(6, [("a", "u1"), ("b", "u1")])}),
     }),
-    "images npz, packed": Format(make_npz("fashion_mnist.npz", True, **images()), dataset("fashion_mnist"), True),
+    "images npz, packed": Format(*as_npz("fashion_mnist.npz", True, **images()), dataset("fashion_mnist"), True),
     "femnist npz": Format(
-        make_npz("femnist_writers.npz", x=images()["x_train"], y=np.arange(6), writer=np.arange(6) // 2),
+        *as_npz("femnist_writers.npz", x=images()["x_train"], y=np.arange(6), writer=np.arange(6) // 2),
         dataset("femnist"), True,
     ),
-    **{f"{kind} npz": Format(make_npz(f"cifar10_{kind}.npz", **encoded(kind)), dataset("cifar10"), True, {
+    **{f"{kind} npz": Format(*as_npz(f"cifar10_{kind}.npz", **encoded(kind)), dataset("cifar10"), True, {
         "offsets that wrap": npz(
             **encoded(kind) | {"offsets": encoded(kind)["offsets"][[0, 2, 1, 3, 4, 5, 6]].astype(np.uint64)}
         ),
@@ -889,61 +783,64 @@ FORMATS = {
         "n_train": npz(**encoded(kind) | {"n_train": np.uint64(2**64 - 1)}),
     }) for kind in ("jpeg", "webp")},
     "movielens npz": Format(
-        make_npz("movielens_latest_small.npz", **RATED), dataset("movielens", size="latest-small", **SMALL), True, {
+        *as_npz("movielens_latest_small.npz", **RATED),
+        dataset("movielens", size="latest-small", **SMALL), True, {
             "a negative user": npz(**RATED | {"user_id": -RATED["user_id"]}),
             "a negative film": npz(**RATED | {"movie_id": RATED["movie_id"] - 25}),
             "a negative time": npz(**RATED | {"timestamp": -RATED["timestamp"]}),
             "a user of 2**63": npz(**RATED | {"user_id": RATED["user_id"].astype("u8") + 2**63}),
         },
     ),
-    "idx gz": Format(make_idx, dataset("emnist"), True, {
+    "idx gz": Format("emnist-letters-train-images-idx3-ubyte.gz", write_emnist, dataset("emnist"), True, {
         "three bytes": idx(b"\0\0\x08"),
         "huge": idx(b"\0\0\x08\x03" + b"\xff" * 12),
         "bomb": lambda path: idx(b"\0\0\x08\x03" + struct.pack(">3I", 2**31, 1, 1) + bytes(2**24 - 16), 160)(path),
-        "long bomb": lambda path: written(path.read_bytes() + gzip.compress(bytes(2**24)) * 160)(path),
+        "long bomb": edited(lambda content: content + gzip.compress(bytes(2**24)) * 160),
         "255 axes": idx(b"\0\0\x08\xff" + struct.pack(">I", 1) * 255 + b"\0"),
         "no axis": idx(b"\0\0\x08\0\0"),
-        "uncompressed": lambda path: path.write_bytes(gzip.decompress(path.read_bytes())) and None,
+        "uncompressed": edited(gzip.decompress),
     }),
-    "cifar10 pickle": Format(make_cifar10, dataset("cifar10"), False, PICKLES | ANY_PICKLE),
-    "cifar100 pickle": Format(make_cifar100, dataset("cifar100"), False, PICKLES),
-    "pfllib npz": Format(make_pfllib("train/1.npz"), own_rows(fd.data.from_pfllib, "digits"), True, PFLLIB),
-    "pfllib config": Format(make_pfllib("config.json"), own_rows(fd.data.from_pfllib, "digits"), False, {
+    "cifar10 pickle": Format(
+        "cifar-10-batches-py/data_batch_2", published("cifar10"), dataset("cifar10"), False, PICKLES | ANY_PICKLE,
+    ),
+    "cifar100 pickle": Format("cifar-100-python/train", published("cifar100"), dataset("cifar100"), False, PICKLES),
+    "pfllib npz": Format("digits/train/1.npz", make_pfllib, own_rows(fd.data.from_pfllib, "digits"), True, PFLLIB),
+    "pfllib config": Format("digits/config.json", make_pfllib, own_rows(fd.data.from_pfllib, "digits"), False, {
         "more clients": replaced('"num_clients": 3', '"num_clients": 4'),
         "no lists": replaced("[[[0", "[], [[[0"), "an empty list": replaced("[[0, 3], [1, 3], [2, 2]]", "[]"),
         "more lists": replaced("[[[0", "[[[0, 1]], [[0"), "a label of 0.7": replaced("[[[0, ", "[[[0.7, "),
         "a label twice": replaced("[[[0, ", "[[[0, 1], [0, "), "no dict": written("[3]"),
     }),
-    "fl-bench pickle": Format(make_fl_bench("partition.pkl"), load_fl_bench, False, ANY_PICKLE | FL_BENCH),
-    "fl-bench stats": Format(make_fl_bench("all_stats.json"), load_fl_bench, False, {
+    "fl-bench pickle": Format("partition/partition.pkl", make_fl_bench, load_fl_bench, False, ANY_PICKLE | FL_BENCH),
+    "fl-bench stats": Format("partition/all_stats.json", make_fl_bench, load_fl_bench, False, {
         "no dict": written("[3]"), "a label of text": replaced('"y": {"0"', '"y": {"a"'),
         "a label of 0.7": replaced('"y": {"0"', '"y": {"0.7"'), "no labels": replaced('"y"', '"z"'),
         "a client of text": replaced('"2": {"x"', '"a": {"x"'),
     }),
-    "niid-bench csv": Format(make_niid_bench, own_rows(fd.data.from_niid_bench, "card"), False, {
+    "niid-bench csv": Format("card/1.csv", make_niid_bench, own_rows(fd.data.from_niid_bench, "card"), False, {
         "a column twice": replaced("Time", "Class"), "no name": replaced("Time", ""), "1_0": replaced("10.0", "1_0.0"),
         "other digits": replaced("10.0", "\u0661\u0660.0".encode().decode("latin-1")),
-        "a byte-order mark": lambda path: path.write_text(path.read_text(), "utf-8-sig") and None,
+        "a byte-order mark": edited(lambda content: content.decode().encode("utf-8-sig")),
         "not UTF-8": replaced("Time", "\xff"), "a short row": replaced("10.0,", ""), "NUL": replaced("10.0", "\0"),
         "a long field": replaced("10.0", "1" * 200_000), "an empty field": replaced("10.0", ""),
         "infinity": replaced("10.0", "inf"),
         "one number": written("3"),
     }),
-    "cinic png": Format(make_cinic, dataset("cinic10"), True, {
+    "cinic png": Format("CINIC-10/train/bird/a.png", published("cinic10"), dataset("cinic10"), True, {
         "bomb": png(60_000), "larger": png(12_000), "wider": png(33), "eps": another_image("EPS"),
         "gif": another_image("GIF"),
     }),
-    "tiny_imagenet jpeg": Format(make_tiny(f"train/{NAMES[1]}/images/{NAMES[1]}.JPEG"), dataset("tiny_imagenet")),
-    "tiny_imagenet text": Format(make_tiny("val/val_annotations.txt"), dataset("tiny_imagenet"), False, {
-        "out of the folder": replaced(NAMES[0], "../../../../../etc/passwd"),
-        "NUL": replaced(NAMES[0], "\0"),
-        "not UTF-8": replaced(NAMES[0], "\xff"),
+    "tiny_imagenet jpeg": Format(TINY + "/train/n02/images/n02_0.JPEG", *TINY_IMAGENET),
+    "tiny_imagenet text": Format(TINY + "/val/val_annotations.txt", *TINY_IMAGENET, False, {
+        "out of the folder": replaced("val_0", "../../../../../etc/passwd"),
+        "NUL": replaced("val_0", "\0"),
+        "not UTF-8": replaced("n02", "\xff"),
     }),
-    "tiny_imagenet wnids": Format(make_tiny("wnids.txt"), dataset("tiny_imagenet"), False, {
-        "not UTF-8": replaced(NAMES[0], "\xff"), "NUL": replaced(NAMES[0], "\0"), "parent": replaced(NAMES[0], ".."),
-        "twice": replaced(NAMES[0], NAMES[1]),
+    "tiny_imagenet wnids": Format(TINY + "/wnids.txt", *TINY_IMAGENET, False, {
+        "not UTF-8": replaced("n02", "\xff"), "NUL": replaced("n02", "\0"), "parent": replaced("n02", ".."),
+        "twice": replaced("n02", "n01"),
     }),
-    "leaf json": Format(make_femnist("leaf"), dataset("femnist"), False, {
+    "leaf json": Format(LEAF, make_femnist("leaf"), dataset("femnist"), False, {
         "not UTF-8": replaced("users", "\xff"),
         "deep": written("[" * 100_000),
         "deep rows": leaf(
@@ -962,67 +859,69 @@ FORMATS = {
         "labels of fractions": leaf(users=["a"], num_samples=[1], user_data={"a": {"x": [[0] * 784], "y": [0.5]}}),
     }),
     "leaf json, own": Format(
-        make_femnist("leaf"), lambda folder: values(fd.datasets.from_leaf(folder / "leaf_femnist")), False, {
+        LEAF, make_femnist("leaf"), lambda folder: values(fd.datasets.from_leaf(folder / "leaf_femnist")), False, {
             "another row": leaf(users=["a"], num_samples=[1], user_data={"a": {"x": [[0] * 7], "y": [1]}}),
             "labels of 1e999": leaf(users=["a"], num_samples=[1], user_data={"a": {"x": [[0.0] * 784], "y": [1e999]}}),
         },
     ),
-    "fedjax sqlite": Format(make_femnist("fedjax"), dataset("femnist"), False, SQLITE),
+    "fedjax sqlite": Format(FEDJAX, make_femnist("fedjax"), dataset("femnist"), False, SQLITE),
     "fedjax sqlite, own": Format(
-        make_femnist("fedjax"), own_rows(fd.datasets.from_fedjax, "federated_emnist_train.sqlite"), False, SQLITE,
+        FEDJAX, make_femnist("fedjax"), own_rows(fd.datasets.from_fedjax, FEDJAX), False, SQLITE,
     ),
-    "tff sqlite": Format(make_femnist("tff sqlite"), dataset("femnist"), False, TFF),
+    "tff sqlite": Format(TFF_DATABASE, make_femnist("tff sqlite"), dataset("femnist"), False, TFF),
     "tff sqlite, own": Format(
-        make_femnist("tff sqlite"), own_tff("emnist_all.sqlite"), False, TFF | {
+        TFF_DATABASE, make_femnist("tff sqlite"), own_tff(TFF_DATABASE), False, TFF | {
             "pixels of another length": sql(
                 "UPDATE examples SET serialized_example_proto = "
                 f"x'{message_of(pixels=LABEL, label=LABEL).hex()}' WHERE rowid = 1"
             ),
         },
     ),
-    "tff sqlite.lzma": Format(make_femnist("tff lzma"), dataset("femnist"), False, LZMA),
-    "tff sqlite.lzma, own": Format(make_femnist("tff lzma"), own_tff("emnist_all.sqlite.lzma"), False, LZMA),
-    "tff h5": Format(make_femnist("tff"), dataset("femnist"), False, HDF5),
-    "tff h5, own": Format(make_femnist("tff"), own_rows(fd.datasets.from_tff, "fed_emnist_train.h5"), False, HDF5),
-    "movielens ratings": Format(make_movielens("ratings.dat"), dataset("movielens", **SMALL), False, {
+    "tff sqlite.lzma": Format(TFF_DATABASE + ".lzma", make_femnist("tff lzma"), dataset("femnist"), False, LZMA),
+    "tff sqlite.lzma, own": Format(
+        TFF_DATABASE + ".lzma", make_femnist("tff lzma"), own_tff(TFF_DATABASE + ".lzma"), False, LZMA,
+    ),
+    "tff h5": Format(TFF_H5, make_femnist("tff"), dataset("femnist"), False, HDF5),
+    "tff h5, own": Format(TFF_H5, make_femnist("tff"), own_rows(fd.datasets.from_tff, TFF_H5), False, HDF5),
+    "movielens ratings": Format("ml-1m/ratings.dat", make_movielens, dataset("movielens", **SMALL), False, {
         "user 0": replaced("2::21", "0::21"),
         "a negative user": replaced("2::21", "-2::21"),
         "a negative film": replaced("2::21", "2::-21"),
         "film 0": replaced("2::21", "2::0"),
         "a negative time": replaced("::978", "::-978"),
         "a time of 1970": replaced("::978300", "::9"),
-        "cut within the last line": lambda path: path.write_bytes(path.read_bytes()[:-2]) and None,
-        "a field cut off": lambda path: path.write_bytes(path.read_bytes()[:-12]) and None,
+        "cut within the last line": edited(lambda content: content[:-2]),
+        "a field cut off": edited(lambda content: content[:-12]),
         "one rating each": written("".join(f"{u}::{u}::1::{SECOND}\n" for u in (1, 2, 3))),
         "other digits": replaced("2::21", "\xb2::21"),
     }),
-    "movielens users": Format(make_movielens("users.dat"), dataset("movielens", **SMALL), False, {
+    "movielens users": Format("ml-1m/users.dat", make_movielens, dataset("movielens", **SMALL), False, {
         "user 0": replaced("2::F", "0::F"), "twice": replaced("2::F", "1::F"),
     }),
-    "agnews csv": Format(make_agnews, dataset("agnews"), False, {
-        "not UTF-8": lambda path: path.write_bytes(path.read_text("utf-8").encode("latin-1")) and None,
-        "a long field": lambda path: path.write_text('"1","' + "a" * 200_000 + '","b"\n') and None,
+    "agnews csv": Format("ag_news_csv/train.csv", make_agnews, dataset("agnews"), False, {
+        "not UTF-8": edited(lambda content: content.decode().encode("latin-1")),
+        "a long field": written('"1","' + "a" * 200_000 + '","b"\n'),
         "unclosed": written('"1","a","b'),
         "NUL": written('"1","a","\0"\n"7"'),
     }),
-    "bindingdb tsv": Format(make_bindingdb, dataset("bindingdb", ligand=4, protein=4), False, {
+    "bindingdb tsv": Format("BindingDB_All.tsv", make_bindingdb, dataset("bindingdb", ligand=4, protein=4), False, {
         "a huge Kd": replaced("12.5", "9" * 5000),
         "an infinite Kd": replaced("12.5", "1e999"),
         "a negative Kd": replaced("12.5", "-3"),
         "one pair": written("Ligand SMILES\tKd (nM)\tBindingDB Target Chain Sequence\nC\t5\tM\n"),
     }),
-    "cache npz": Format(make_femnist("leaf", cached=True), again(dataset("femnist")), True, NPZ),
-    "parameters npz": Format(make_npz("params.npz", **PARAMS), load_params, True, NPZ | {
+    "cache npz": Format("cache/*", make_cache, again(dataset("femnist")), True, NPZ),
+    "parameters npz": Format(*as_npz("params.npz", **PARAMS), load_params, True, NPZ | {
         "text": npz(**PARAMS | {"classifier/dense/bias": np.array(["a", "b"])}),
         "complex": npz(**PARAMS | {"classifier/dense/bias": np.ones(2, complex)}),
         "safetensors": safetensors(2, b"{}"), "long safetensors": safetensors(2**63, b"{}"),
     }, warm=True),
-    "parameters safetensors": Format(make_safetensors, load_safetensors, False, {
+    "parameters safetensors": Format("params.safetensors", make_safetensors, load_safetensors, False, {
         "no header": safetensors(2, b"{}"), "a long header": safetensors(2**63, b"{}"), "empty": written(""),
         "a huge array": replaced('"shape":[2]', '"shape":[9]'), "an unknown dtype": replaced('"F32"', '"F99"'),
         "complex": replaced('"F32","shape":[4,2]', '"C64","shape":[2,2]'), "an array twice": replaced("kernel", "bias"),
     }, warm=True),
-    "log": Format(make_log, load_log, False, {
+    "log": Format("rounds.jsonl", make_log, load_log, False, {
         "not UTF-8": replaced("round", "\xff"), "deep": written("[" * 100_000 + "\n"),
         "no round": replaced('"round": 2, ', ""), "a round of text": replaced('"round": 2', '"round": "b"'),
         "an accuracy of text": replaced('"accuracy": 0.5', '"accuracy": "b"'),
@@ -1030,16 +929,16 @@ FORMATS = {
         "a seed of text": replaced('"seed": 0', '"seed": "b"'), "a seed of lists": replaced('"seed": 0', '"seed": []'),
         "a number of 5,000 digits": replaced('"round": 2', '"round": ' + "2" * 5000),
     }),
-    "run folder": Format(make_run("config.json"), load_run, False, {
+    "run folder": Format("config.json", make_run, load_run, False, {
         "not UTF-8": replaced("seeds", "\xff"), "deep": written("[" * 100_000),
         "another model": replaced("linear", "linaer"), "another option": replaced("num_classes", "mun_classes"),
         "classes of text": replaced('"num_classes": 2', '"num_classes": "b"'),
         "a seed of no list": replaced("[0]", "0"), "a name of no text": replaced('"linear"', "[]"),
         "no algorithms": replaced('["a"]', "[]"), "an algorithm of no text": replaced('["a"]', "[3]"),
     }, warm=True),
-    "run folder, model": Format(make_run("a/model.npz"), load_run, True, warm=True),
-    "tfds array_record": Format(make_tfds("*train.array_record*"), load_tfds, True, warm=True),
-    "tfds info": Format(make_tfds("dataset_info.json"), load_tfds, warm=True),
+    "run folder, model": Format("a/model.npz", make_run, load_run, True, warm=True),
+    "tfds array_record": Format("tfds/mnist/*/*train.array_record*", make_tfds, load_tfds, True, warm=True),
+    "tfds info": Format("tfds/mnist/*/dataset_info.json", make_tfds, load_tfds, warm=True),
 }  # fmt: skip
 
 
@@ -1081,6 +980,12 @@ def outcome(file_format: Format, folder: Path, path: Path, wanted: str) -> tuple
         said = f"{type(error).__name__}: {error}"
         return ("refused" if ours(error, folder, path) else "RAW"), said
     return ("same" if found == wanted else "different"), ""
+
+
+def example(name: str, folder: Path) -> Path:
+    """Writes the valid example of a format. Returns the file to damage."""
+    FORMATS[name].make(folder)
+    return next(folder.glob(FORMATS[name].file))
 
 
 def in_child(work: Callable[[], tuple[str, str]], before: Callable[[], Any] = tuple) -> tuple[str, str]:
@@ -1143,7 +1048,7 @@ def tried(name: str, count: int, folder: Path) -> Iterator[tuple[str, str, str]]
     pristine = folder / "pristine"
     pristine.mkdir()
     # In a child process, because the example's writer may start threads, and a fork does not copy threads.
-    result, made = in_child(lambda: ("made", str(file_format.make(pristine))))
+    result, made = in_child(lambda: ("made", str(example(name, pristine))))
     assert result == "made", f"{name}: {made}"
     relative = Path(made).relative_to(pristine)
     warm = functools.partial(file_format.load, pristine) if file_format.warm else tuple

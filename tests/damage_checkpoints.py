@@ -15,6 +15,7 @@ number of exceptions in threads and destructors.
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
@@ -28,29 +29,35 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from damage import cut, empty, flip, zero
 
 import fedjax_drift as fd
 from fedjax_drift.storage import client_store
 
-ROUNDS = 7
+ROUNDS, RNG = 7, random.Random()
 LIBRARY = str(Path(fd.__file__).parent)
 
 
+ROWS = np.random.default_rng(0)
+CLIENTS = [(ROWS.normal(size=(4, 30)).astype(np.float32), ROWS.integers(0, 2, 4)) for _ in range(5)]
+DATA = fd.FederatedData.from_clients(CLIENTS, test=CLIENTS[0])
+MODEL = fd.Model(init=lambda key: jax.random.normal(key, (30, 20)), apply=lambda w, x: x @ w)
+
+
 def simulation(bank: str) -> fd.Simulation:
-    rng = np.random.default_rng(0)
-    rows = [(rng.normal(size=(4, 30)).astype(np.float32), rng.integers(0, 2, 4)) for _ in range(5)]
-    data = fd.FederatedData.from_clients(rows, test=rows[0])
-    model = fd.Model(init=lambda key: jax.random.normal(key, (30, 20)), apply=lambda w, x: x @ w)
-    return fd.Simulation(model, data, fd.algorithms.scaffold(), cohort_size=2, bank=bank)
+    return fd.Simulation(MODEL, DATA, fd.algorithms.scaffold(), cohort_size=2, bank=bank)
+
+
+def arrays(state: fd.ServerState) -> list[np.ndarray]:
+    clients = state.clients
+    if isinstance(clients, client_store.ClientStore):
+        clients = clients.gather(np.arange(5))
+    clients = jax.tree.map(lambda leaf: leaf[:5], clients)  # sharded client states may have padding
+    return jax.tree.leaves(jax.device_get((state.round, jax.random.key_data(state.key), state.server, clients)))
 
 
 def bits(state: fd.ServerState) -> list[bytes]:
-    clients = (
-        state.clients.gather(np.arange(5)) if isinstance(state.clients, client_store.ClientStore) else state.clients
-    )
-    clients = jax.tree.map(lambda leaf: leaf[:5], clients)  # sharded client states may have padding
-    key = jax.random.key_data(state.key)
-    return [leaf.tobytes() for leaf in jax.tree.leaves(jax.device_get((state.round, key, state.server, clients)))]
+    return [array.tobytes() for array in arrays(state)]
 
 
 def close(state: fd.ServerState | None) -> None:
@@ -58,26 +65,8 @@ def close(state: fd.ServerState | None) -> None:
         state.clients.close()
 
 
-def truncate(file: Path, _: Path) -> None:
-    file.write_bytes(file.read_bytes()[: random.randrange(max(1, file.stat().st_size))])
-
-
-def flip(file: Path, _: Path) -> None:
-    content = bytearray(file.read_bytes())
-    for _ in range(min(len(content), random.choice([1, 1, 5]))):
-        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
-    file.write_bytes(content)
-
-
-def zero(file: Path, _: Path) -> None:
-    content = bytearray(file.read_bytes())
-    start = random.randrange(max(1, len(content)))
-    content[start : start + 512] = bytes(len(content[start : start + 512]))
-    file.write_bytes(content)
-
-
-def empty(file: Path, _: Path) -> None:
-    file.write_bytes(b"")
+def rewrite(way: Callable[[bytes, random.Random], bytes], file: Path, _: Path) -> None:
+    file.write_bytes(way(file.read_bytes(), RNG))
 
 
 def delete(file: Path, _: Path) -> None:
@@ -107,12 +96,13 @@ def delete_folder(file: Path, _: Path) -> None:
 
 
 def foreign(file: Path, _: Path) -> None:
-    name = random.choice(["00000009", "9", "notes.txt", "index.9", "index.new", "00000003.deleted", "arrays.1", "٣"])
-    (file.parent / name).write_bytes(random.randbytes(50))
+    name = RNG.choice(["00000009", "9", "notes.txt", "index.9", "index.new", "00000003.deleted", "arrays.1", "٣"])
+    (file.parent / name).write_bytes(RNG.randbytes(50))
 
 
+WAYS = (cut, flip, flip, flip, zero, zero, empty)
 DAMAGES: list[Callable[[Path, Path], None]] = [
-    truncate, flip, flip, flip, zero, zero, empty, delete, swap, swap, to_folder, to_file, delete_folder, foreign,
+    *(functools.partial(rewrite, way) for way in WAYS), delete, swap, swap, to_folder, to_file, delete_folder, foreign,
 ]  # fmt: skip
 
 
@@ -145,7 +135,7 @@ def outcome(run: Path, sim: fd.Simulation, known: dict[int, list[bytes]], newest
 
 
 def main(folder: Path, copies: int) -> Counter[str]:
-    random.seed(0)
+    RNG.seed(0)
     counts: Counter[str] = Counter()
     spoke: list[str] = []
     threading.excepthook = lambda left: spoke.append(f"thread: {left.exc_value!r}")
@@ -167,11 +157,11 @@ def main(folder: Path, copies: int) -> Counter[str]:
                 shutil.copytree(whole, broken)
                 where = simulation(str(broken / "bank")) if bank == "files" else sim
                 files = sorted(path for path in broken.rglob("*") if path.is_file() and path.name != "lock")
-                damage, file, other = random.choice(DAMAGES), random.choice(files), random.choice(files)
+                damage, file, other = RNG.choice(DAMAGES), RNG.choice(files), RNG.choice(files)
                 damage(file, other)
                 came = outcome(broken, where, known, ROUNDS - 1)
                 if came not in ("newest", "older", "refused"):
-                    print(bank, damage.__name__, file.relative_to(broken), other.relative_to(broken), came)
+                    print(bank, damage, file.relative_to(broken), other.relative_to(broken), came)
                     came = "wrong"
                 counts[came] += 1
                 shutil.rmtree(broken)

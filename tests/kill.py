@@ -43,7 +43,7 @@ from small import forgetting
 
 import fedjax_drift as fd
 from fedjax_drift.simulation.loop import Loop
-from fedjax_drift.storage import client_store, orbax_backend, saver
+from fedjax_drift.storage import client_store, saver
 
 EVERY, ROUNDS, FINAL = 2, 1_000_000, 6
 CHILD_SECONDS = 60
@@ -98,10 +98,10 @@ def child(folder: Path, kind: str, rounds: int, pipe: int) -> None:
         write(writer, contents, history)
 
     def settled(writer: saver.Saver) -> None:
-        started = writer.started
+        assert writer.writing is not None
+        t = writer.writing[1].round
         settle(writer)
-        if started is not None:
-            say("saved", started)
+        say("saved", t)
 
     def scoring(loop: Loop) -> None:
         if loop._flying:
@@ -189,7 +189,7 @@ class Life:
         evaluated = [int(value) for name, value in lines if name == "evaluating"]
         where = (
             "starting" if "from" not in dict(lines) else "before the first save" if not self.saved
-            else "saving" if any((self.folder / "run").glob("*.orbax-checkpoint-tmp*"))
+            else "saving" if any((self.folder / "run").glob("*.unfinished"))
             else "evaluating" if evaluated and evaluated[-1] > last(lines, "round")
             else "training" if last(lines, "round") else "starting"
         )  # fmt: skip
@@ -213,7 +213,6 @@ def main(folder: Path, moments: int) -> None:
     jax.config.update("jax_num_cpu_devices", 1)
     jax.config.update("jax_compilation_cache_dir", str(folder / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    orbax_backend._handler_and_arguments()  # imports orbax before the first fork
     random.seed(0)
     counts: Counter[str] = Counter(most_lost=0)
     lives = [Life(folder / kind, kind) for kind in ("device", "files", "edges")]

@@ -258,7 +258,7 @@ def continued(case: Case, place: Place, folder: Path, checkpoints: fd.Checkpoint
 
 def in_new_process(function: Callable, *arguments: Any) -> Any:
     processes = multiprocessing.get_context("forkserver")  # forks from a process that has imported everything
-    processes.set_forkserver_preload(["fedjax_drift", "flax", "orbax.checkpoint"])
+    processes.set_forkserver_preload(["fedjax_drift", "flax"])
     settings = len(jax.devices()), jax.config.jax_compilation_cache_dir
     with ProcessPoolExecutor(1, processes, prepare, settings) as pool:
         return pool.submit(function, *arguments).result()

@@ -51,90 +51,56 @@ def test_hostile_pickles_take_little_time_and_memory(tmp_path: Path, name: str) 
     assert damage.in_child(read) == ("refused", "")
 
 
-@pytest.mark.parametrize(
-    "file_format, change, message",
-    [
-        (
-            "images npz",
-            "huge shape",
-            r"x_train\.npy must have 10000000000000 bytes for its shape, got 100: copy or write",
-        ),
-        (
-            "images npz",
-            "huge shape, huge member",
-            r"arrays must have at most \d+ bytes, the number of stored bytes, got \d+: copy or write",
-        ),
-        (
-            "images npz",
-            "bomb",
-            r"its compressed arrays must unpack to at most \d+ bytes, got 3221225600: copy the file again",
-        ),
-        (
-            "images npz",
-            "unclosed header",
-            "is damaged, truncated, too large or of another kind .*: copy or write it again",
-        ),
-        ("images npz", "objects", "must be numbers, got Python objects, which are not read: save it as numbers"),
-        ("images npz", "a pipe", "mnist.npz must be a file, got a pipe or a device: put the file there"),
-        ("jpeg npz", "offsets that wrap", "offsets must increase from 0"),
-        ("idx gz", "three bytes", "its header must have the lengths of 3 axes, got others: copy it again"),
-        ("idx gz", "bomb", r"its array must unpack to at most \d+ bytes, got 2147483648"),
-        ("idx gz", "long bomb", "must have 40768 values, as its header says, got more: copy it again"),
-        ("cifar10 pickle", "lists within lists", "its values take too much memory for a file of this size"),
-        ("cinic png", "bomb", "is not a readable image .*exceeds limit.*: copy or write the file again"),
-        ("cinic png", "gif", "is not a readable image"),
-        ("tiny_imagenet wnids", "not UTF-8", r"wnids\.txt is damaged.*'utf-8' codec can't decode"),
-        ("tiny_imagenet wnids", "twice", "must be different ids"),
-        ("leaf json", "deep", "is damaged.*recursion"),
-        ("fedjax sqlite", "an endless view", "must have a table federated_data, got CREATE VIEW .*: download it again"),
-        (
-            "fedjax sqlite",
-            "a bomb",
-            "data of client .* must be complete and at most 134217728 bytes unpacked, got more",
-        ),
-        ("fedjax sqlite", "a generated blob", "damaged or of another kind .*too big"),
-        ("tff sqlite", "an endless view", "must have a table examples, got CREATE VIEW .*: download it again, or read"),
-        ("tff sqlite", "a number without end", "an example has a damaged integer: download it again"),
-        ("tff sqlite, own", "pixels of another length", "must have as many values in each example, got 1 and others"),
-        ("tff sqlite.lzma", "a bomb", r"it must unpack to \d+ bytes, as its header says, got more: download it again"),
-        (
-            "tff sqlite.lzma",
-            "a header of 16 TiB",
-            r"it must unpack to at most \d+ bytes, .* least 17592186040320: make",
-        ),
-        ("tff sqlite.lzma", "a dictionary of 4 GiB", "damaged or not packed with lzma .Memory usage limit exceeded"),
-        ("tff sqlite.lzma", "two streams", r"it must end after \d+ unpacked bytes, got more: download it again"),
-        ("fedjax sqlite", "a folder", "Is a directory: check the file and its permissions"),
-        ("tff h5", "bomb", "pixels must unpack to at most 33554432 bytes, got 3136000000: copy the file"),
-        (
-            "tff h5",
-            "huge",
-            "pixels must have at most 0 bytes, the number of stored bytes, got 3136000000000: copy or write",
-        ),
-        (
-            "tff h5",
-            "huge, contiguous",
-            "pixels must have at most 0 bytes, the number of stored bytes, got 3136000000000",
-        ),
-        ("movielens npz", "a negative film", "movie_id must be an integer >= 1, got -5: copy or write the file again"),
-        (
-            "movielens ratings",
-            "cut within the last line",
-            "must be an integer >= 788918400 .1995., got 97830030 in line 9",
-        ),
-        ("movielens ratings", "a field cut off", "line 9 must be user::movie::stars::seconds"),
-        ("movielens users", "twice", "user 1 must have one line, got several"),
-        ("bindingdb tsv", "an infinite Kd", "line 2 must be a Kd such as"),
-        ("parameters npz", "text", "bias must be real numbers, got <U1: write it with save_params"),
-        ("log", "not UTF-8", r"rounds\.jsonl is damaged"),
-        ("log", "no round", "records' round must be an integer >= 0, got None"),
-        ("run folder", "another model", r"config\.json can't be read: .*linaer"),
-    ],
-)
+MESSAGES = [
+    ("images npz", "huge shape", r"x_train\.npy must have 10000000000000 bytes for its shape, got 100: copy or write"),
+    ("images npz", "huge shape, huge member",
+     r"arrays must have at most \d+ bytes, the number of stored bytes, got \d+: copy or write"),
+    ("images npz", "bomb",
+     r"its compressed arrays must unpack to at most \d+ bytes, got 419430528: copy the file again"),
+    ("images npz", "unclosed header", "is damaged, truncated, too large or of another kind .*: copy or write it again"),
+    ("images npz", "objects", "must be numbers, got Python objects, which are not read: save it as numbers"),
+    ("images npz", "a pipe", "mnist.npz must be a file, got a pipe or a device: put the file there"),
+    ("jpeg npz", "offsets that wrap", "offsets must increase from 0"),
+    ("idx gz", "three bytes", "its header must have the lengths of 3 axes, got others: copy it again"),
+    ("idx gz", "bomb", r"its array must unpack to at most \d+ bytes, got 2147483648"),
+    ("idx gz", "long bomb", "must have 40768 values, as its header says, got more: copy it again"),
+    ("cifar10 pickle", "lists within lists", "its values take too much memory for a file of this size"),
+    ("cinic png", "bomb", "is not a readable image .*exceeds limit.*: copy or write the file again"),
+    ("cinic png", "gif", "is not a readable image"),
+    ("tiny_imagenet wnids", "not UTF-8", r"wnids\.txt is damaged.*'utf-8' codec can't decode"),
+    ("tiny_imagenet wnids", "twice", "must be different ids"),
+    ("leaf json", "deep", "is damaged.*recursion"),
+    ("fedjax sqlite", "an endless view", "must have a table federated_data, got CREATE VIEW .*: download it again"),
+    ("fedjax sqlite", "a bomb", "data of client .* must be complete and at most 134217728 bytes unpacked, got more"),
+    ("fedjax sqlite", "a generated blob", "damaged or of another kind .*too big"),
+    ("tff sqlite", "an endless view", "must have a table examples, got CREATE VIEW .*: download it again, or read"),
+    ("tff sqlite", "a number without end", "an example has a damaged integer: download it again"),
+    ("tff sqlite, own", "pixels of another length", "must have as many values in each example, got 1 and others"),
+    ("tff sqlite.lzma", "a bomb", r"it must unpack to \d+ bytes, as its header says, got more: download it again"),
+    ("tff sqlite.lzma", "a header of 16 TiB", r"it must unpack to at most \d+ bytes, .* least 17592186040320: make"),
+    ("tff sqlite.lzma", "a dictionary of 4 GiB", "damaged or not packed with lzma .Memory usage limit exceeded"),
+    ("tff sqlite.lzma", "two streams", r"it must end after \d+ unpacked bytes, got more: download it again"),
+    ("fedjax sqlite", "a folder", "Is a directory: check the file and its permissions"),
+    ("tff h5", "bomb", "pixels must unpack to at most 33554432 bytes, got 3136000000: copy the file"),
+    ("tff h5", "huge",
+     "pixels must have at most 0 bytes, the number of stored bytes, got 3136000000000: copy or write"),
+    ("tff h5", "huge, contiguous", "pixels must have at most 0 bytes, the number of stored bytes, got 3136000000000"),
+    ("movielens npz", "a negative film", "movie_id must be an integer >= 1, got -5: copy or write the file again"),
+    ("movielens ratings", "cut within the last line", "must be an integer >= 788918400 .1995., got 97830030 in line 9"),
+    ("movielens ratings", "a field cut off", "line 9 must be user::movie::stars::seconds"),
+    ("movielens users", "twice", "user 1 must have one line, got several"),
+    ("bindingdb tsv", "an infinite Kd", "line 2 must be a Kd such as"),
+    ("parameters npz", "text", "bias must be real numbers, got <U1: write it with save_params"),
+    ("log", "not UTF-8", r"rounds\.jsonl is damaged"),
+    ("log", "no round", "records' round must be an integer >= 0, got None"),
+    ("run folder", "another model", r"config\.json can't be read: .*linaer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("file_format, change, message", MESSAGES)
 def test_message_for_a_damaged_file(tmp_path: Path, monkeypatch, file_format: str, change: str, message: str) -> None:
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
-    one = damage.FORMATS[file_format]
-    path = one.make(tmp_path)
+    one, path = damage.FORMATS[file_format], damage.example(file_format, tmp_path)
     (one.crafted | damage.EVERYWHERE)[change](path)
     with pytest.raises(ValueError, match=message) as error:
         one.load(tmp_path)
@@ -143,8 +109,7 @@ def test_message_for_a_damaged_file(tmp_path: Path, monkeypatch, file_format: st
 
 def test_a_damaged_cache_is_computed_again(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
-    one = damage.FORMATS["cache npz"]
-    path = one.make(tmp_path)
+    one, path = damage.FORMATS["cache npz"], damage.example("cache npz", tmp_path)
     whole = damage.digest(one.load(tmp_path))
     for change in (one.crafted["huge shape"], one.crafted["deep header"], lambda path: path.write_bytes(b"")):
         change(path)
@@ -154,8 +119,7 @@ def test_a_damaged_cache_is_computed_again(tmp_path: Path, monkeypatch) -> None:
 
 def test_the_command_line_reports_a_damaged_file_in_one_line(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("FEDJAX_DRIFT_CACHE", str(tmp_path / "cache"))
-    one = damage.FORMATS["images npz"]
-    one.crafted["unclosed header"](one.make(tmp_path))
+    damage.FORMATS["images npz"].crafted["unclosed header"](damage.example("images npz", tmp_path))
     here = ["--data-dir", str(tmp_path), "--output", str(tmp_path / "out")]
     for command in (["data", "mnist"], ["run", "--dataset", "mnist", "--algorithm", "fedavg"]):
         assert cli.main([*command, *here]) == 2

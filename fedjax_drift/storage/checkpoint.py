@@ -10,8 +10,8 @@
     folder/00000050.damaged/  a checkpoint that could not be read when a run resumed from an older one
     folder/lock               locked by the process whose run is saved here
 
-saver.py writes the checkpoints. orbax writes a checkpoint to a temporary folder in a background thread and then renames
-the folder. The checksum of every array is stored too, so that a damaged file is detected when it is read.
+saver.py writes the checkpoints, in a thread, to a temporary folder that is then renamed (writing.py). The checksum of
+every array is stored too, so that a damaged file is detected when it is read.
 
 With ``bank=folder``, client states are already in files. A checkpoint does not copy them. It stores a pin, which tells
 the client store to keep the states of this round (see client_store.py).

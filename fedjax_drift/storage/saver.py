@@ -7,7 +7,7 @@ import errno
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,7 @@ from fedjax_drift import checks
 from fedjax_drift.devices.processes import first_does, spans_processes
 from fedjax_drift.disk import unused
 from fedjax_drift.errors import DamagedError
-from fedjax_drift.storage import array_files, orbax_backend
+from fedjax_drift.storage import array_files
 from fedjax_drift.storage.checkpoint import Checkpoints, check_mesh, check_same, score, versions
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.contents import (
@@ -32,6 +32,7 @@ from fedjax_drift.storage.contents import (
 )
 from fedjax_drift.storage.identity import differences
 from fedjax_drift.storage.specification import Specification, key_words
+from fedjax_drift.storage.writing import Write, delete_unfinished
 from fedjax_drift.types import Record, ServerState
 
 DELETED, DAMAGED = ".deleted", ".damaged"  # suffixes of folders
@@ -52,8 +53,8 @@ def saving(
       each: the `Checkpoints` of each run.
       specs: the description of the simulation of each run.
       states: the state from which each run starts.
-      hold: a context manager that delays signals while orbax is called, so that no process leaves orbax's barriers
-        early.
+      hold: a context manager that delays signals during the steps of a save, so that no process leaves a step in which
+        all of them take part.
       back: whether to delete checkpoints of these runs that are later than their start states.
 
     Raises:
@@ -82,7 +83,7 @@ def _saving_one(
         try:
             yield saver
         finally:
-            saver.close()
+            saver.settle()
 
 
 def _run_identity(checkpoints: Checkpoints, spec: Specification, state: ServerState) -> dict[str, Any]:
@@ -163,7 +164,7 @@ class Contents(NamedTuple):
 
 
 class Saver:
-    """Saves one run. Every process calls orbax. Only process 0 deletes checkpoints, warns, and decides when to save."""
+    """Saves one run, in every process. Only process 0 deletes checkpoints, warns, and decides when to save."""
 
     def __init__(
         self, checkpoints: Checkpoints, spec: Specification, state: ServerState, history: list[Record], hold: Hold
@@ -173,12 +174,10 @@ class Saver:
         in_files = isinstance(state.clients, ClientStore) and state.clients.in_files
         self.client_files: ClientStore | None = state.clients if in_files else None
         self.scores = {t: checkpoints.score_of(t) for t in checkpoints.rounds}
-        self.started: int | None = None  # the round that is being saved
-        self.started_score: float | None = None
+        self.writing: tuple[Write, Contents] | None = None  # the current save
         self.best: Contents | None = None  # a state that is better than all saved states and is not written yet
         self.clock = time.monotonic()
         self._delete_leftovers()
-        self.orbax = orbax_backend.checkpointer()
 
     def save_start(self, state: ServerState) -> None:
         """Saves the first state of a run whose client states are in files.
@@ -196,29 +195,32 @@ class Saver:
         Without ``ahead``, the answer would be one round late: the host asks while round t is still being trained.
         """
         every, seconds = self.checkpoints.every, self.checkpoints.seconds
-        return due(every, seconds, t, time.monotonic() - self.clock + ahead, self._is_busy())
+        if every is not None and t % every == 0:
+            return True
+        return seconds is not None and time.monotonic() - self.clock + ahead >= seconds and not self._is_busy()
 
     def save(self, state: ServerState, history: list[Record]) -> None:
         """Starts to save the state, with the history of this run. If saving fails, it warns, and training continues."""
         self.settle()
-        self._write_best(int(state.round), history)
-        if int(state.round) in self.scores:
-            return
-        self.started = int(state.round)  # also the round that a warning names if collecting the contents fails
-        self._try(lambda: self._write(self._contents(state, history), history))
+        t = int(state.round)
+        self._write_best(t, history)
+        if t not in self.scores:
+            self._try(t, lambda: self._write(self._contents(state, history), history))
 
     def confirm(self) -> None:
-        """If ``every`` is set, waits until the current save is complete. The devices train during this time.
+        """Waits until the current save is complete, if ``every`` is set or there are several processes. The devices
+        train during this time.
 
         Later rounds are reported only after the save is complete. So a crash never loses more than ``every`` reported
-        rounds.
+        rounds. Several processes complete a save together, which they can do only at the same point of the run.
         """
-        if self.checkpoints.every is not None:
+        if self.checkpoints.every is not None or spans_processes(self.spec.mesh):
             self.settle()
 
     def settle(self) -> None:
         """Waits until the current save is complete. If the save has failed, it warns."""
-        self._try(self._settle)
+        if self.writing is not None:
+            self._try(self.writing[1].round, self._settle)
 
     def consider(self, state: ServerState, history: list[Record]) -> None:
         """Keeps the state if it is the best evaluated state so far. Its score is in the last record of the history.
@@ -228,14 +230,13 @@ class Saver:
         several processes the state is written immediately.
         """
         value = self._score(history)
-        known = [*self.scores.values(), self.started_score if self.started is not None else None]
-        known += [self.best.score if self.best is not None else None]
+        unsaved = [self.best, self.writing[1] if self.writing is not None else None]
+        known = [*self.scores.values(), *(contents.score for contents in unsaved if contents is not None)]
         if value is None or any(other is not None and other >= value for other in known):
             return
         if spans_processes(self.spec.mesh):
             self.save(state, history)
             return
-
         with self.hold():
             try:
                 contents = self._contents(state, history)
@@ -262,7 +263,7 @@ class Saver:
                 self._write(self._contents(state, history), history)
                 self._settle()
         except Exception as error:
-            self._failed(error, quietly=True)
+            self._discard()
             last = max(self.scores, default=None)
             where = f"the last checkpoint is of round {last}" if self.scores else "there is no checkpoint"
             lost = OSError(
@@ -273,22 +274,22 @@ class Saver:
             vars(lost).update(state=state, history=history)
             raise lost from error
 
-    def close(self) -> None:
-        """Waits for the save in progress, and stops the threads of orbax."""
-        self.settle()
-        self.orbax.close()
-
-    def _try(self, step: Callable[[], None]) -> None:
+    def _try(self, t: int, step: Callable[[], None]) -> None:
+        """Calls a step of the save of round t. If it fails, warns, and deletes what is written of this save."""
         with self.hold():
             try:
                 step()
-            except Exception as error:  # orbax can raise any exception
-                self._failed(error)
+            except Exception as error:
+                self._discard()
+                if jax.process_index() == 0:
+                    checks.warn(
+                        f"round {t} could not be saved in {self.checkpoints.path} ({reason(error)}): the run "
+                        "continues, and the next save tries again"
+                    )
 
     def _is_busy(self) -> bool:
         """Whether a save is in progress."""
-        self._try(self.orbax.check_for_errors)
-        return self.started is not None and not self.checkpoints.place(self.started).exists()
+        return self.writing is not None and not self.writing[0].has_ended()
 
     def _contents(self, state: ServerState, history: list[Record]) -> Contents:
         """Returns the arrays of a state with their checksums. Client states in files are pinned."""
@@ -305,33 +306,27 @@ class Saver:
 
     def _write_best(self, t: int, history: list[Record]) -> None:
         """Saves the best state, unless it is the state of round t, which is saved anyway."""
-        if self.best is None:
-            return
-        best = self.best
-        if best.round != t:
-            self._try(lambda: self._write(best, history))
+        best, self.best = self.best, None
+        if best is not None and best.round != t:
+            self._try(best.round, lambda: self._write(best, history))
             self.settle()
-        self.best = None
 
     def _write(self, contents: Contents, history: list[Record]) -> None:
         """Starts to write."""
-        t = contents.round
-        self.started, self.clock, self.started_score = t, time.monotonic(), contents.score
+        self.clock = time.monotonic()
         records = self.history_before + history[: contents.records]
-        about = About(FORMAT, versions(), self.identity, t, self.key, records, contents.described)
+        about = About(FORMAT, versions(), self.identity, contents.round, self.key, records, contents.described)
         text = json.dumps(about._asdict())  # encoded now, because the caller may change the records
-        arguments = orbax_backend.save_arguments(text, array_files.parts_here(contents.leaves))
-        self.orbax.save(self.checkpoints.place(t), args=arguments)
+        parts = array_files.parts_here(contents.leaves)
+        self.writing = Write(self.spec.mesh, self.checkpoints.place(contents.round), text, parts), contents
 
     def _settle(self) -> None:
         """Waits until the current save is complete, and deletes checkpoints that are not kept any more."""
-        self.orbax.wait_until_finished()
-        if self.started is None:
-            return
-        if jax.process_index() == 0 and not self.checkpoints.place(self.started).exists():
-            raise OSError(errno.ENOENT, "its folder is missing")
-        self.scores[self.started], self.started = self.started_score, None
-        kept = orbax_backend.rounds_to_keep(self.scores, self.checkpoints.keep)
+        assert self.writing is not None
+        write, contents = self.writing
+        write.wait()
+        self.scores[contents.round], self.writing = contents.score, None
+        kept = rounds_to_keep(self.scores, self.checkpoints.keep)
         self.scores = {t: value for t, value in self.scores.items() if t in kept}
         if jax.process_index() == 0:
             for t in set(self.checkpoints.rounds) - kept:
@@ -340,22 +335,17 @@ class Saver:
             for t in set(self.client_files.pins) - kept - {self.best.round if self.best is not None else -1}:
                 self.client_files.unpin(t)
 
+    def _discard(self) -> None:
+        """Gives up the current save."""
+        self.writing = None
+        self._delete_leftovers()
+
     def _delete_leftovers(self) -> None:
         """Deletes the remaining files of failed saves and of interrupted deletions."""
         if jax.process_index() == 0:
-            orbax_backend.delete_unfinished(self.checkpoints.path)
+            delete_unfinished(self.checkpoints.path)
             for folder in self.checkpoints.path.glob("*" + DELETED):
                 shutil.rmtree(folder, ignore_errors=True)
-
-    def _failed(self, error: Exception, quietly: bool = False) -> None:
-        t, self.started = self.started, None
-        self.orbax = orbax_backend.checkpointer()
-        self._delete_leftovers()
-        if jax.process_index() == 0 and not quietly:
-            checks.warn(
-                f"round {t} could not be saved in {self.checkpoints.path} ({reason(error)}): the run continues, "
-                "and the next save tries again"
-            )
 
 
 class Savers:
@@ -397,13 +387,10 @@ class Savers:
             raise failed[0]
 
 
-def due(every: int | None, seconds: float | None, t: int, waited: float, busy: bool) -> bool:
-    """Whether to save after round t.
+def rounds_to_keep(scores: Mapping[int, float | None], keep: int) -> set[int]:
+    """Returns the last ``keep`` rounds and the best round. If several rounds are equally good, the last one is kept.
 
-    Args:
-      every: number of rounds between saves. None: the rounds do not matter.
-      seconds: number of seconds between saves. None: the time does not matter.
-      waited: number of seconds from the start of the last save to the end of round t.
-      busy: whether that save is still running.
+    scores: the score of each saved round. Larger is better. None: unknown.
     """
-    return every is not None and t % every == 0 or seconds is not None and waited >= seconds and not busy
+    known = [(score, t) for t, score in scores.items() if score is not None]
+    return {*sorted(scores)[-keep:], *([max(known)[1]] if known else [])}
