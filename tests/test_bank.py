@@ -160,97 +160,68 @@ def test_an_interrupted_commit_stores_all_states_of_the_round_or_none(bank, tmp_
     assert moment > 30
 
 
-# A process that has not started JAX forks children. Each child commits until it is killed.
+# A process that has not started JAX forks children. Each child commits and pins until it is killed at a random moment.
 KILLS = """
 import os, random, signal, sys, time
 import numpy as np
 from fedjax_drift.storage.client_store import ClientStore
 
-path, N, K = sys.argv[1], 30, 6
+path, N, K, initial = sys.argv[1], 30, 6, {"a": np.zeros(3_000, np.float32), "b": np.int64(0)}
 
 def ids_of(round):
     return np.random.default_rng(round).choice(N, K, replace=False)
 
-def kills(number, least):
-    # Kills a child each time, at a random moment after it has committed so many rounds.
-    ClientStore.create(initial, N, path).close()
-    random.seed(0)
-    for kill in range(number):
-        read, write = os.pipe()
-        child = os.fork()
-        if child == 0:
-            commit_for_ever(lambda: os.write(write, b"."))
-        os.close(write)
-        for _ in range(least):
-            os.read(read, 1)
-        time.sleep(0.02 * random.random())
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        os.close(read)
-        yield kill
-"""
-
-COMMITS = """
-initial = {"a": np.zeros(3_000, np.float32), "b": np.int64(0)}
-
-def commit_for_ever(committed):
+def commit_for_ever(pipe):
     bank = ClientStore.open(path, initial, N)
     while True:
         round = bank.round + 1
         bank.commit(ids_of(round), {"a": np.full((K, 3_000), round, np.float32), "b": np.full(K, round)}, round)
-        committed()
-
-checked, last = 0, np.zeros(N)
-for kill in kills(30, 1):
-    with ClientStore.open(path, initial, N) as bank:
-        for round in range(checked + 1, bank.round + 1):
-            last[ids_of(round)] = round
-        checked = bank.round
-        got = bank.gather(np.arange(N))
-    assert (got["b"] == last).all() and (got["a"] == last[:, None]).all(), (kill, checked)
-print("rounds", checked)
-"""
-
-PINS = """
-initial = {"a": np.zeros(300, np.float32)}
-
-def commit_for_ever(committed):
-    bank = ClientStore.open(path, initial, N)
-    while True:
-        round = bank.round + 1
-        bank.commit(ids_of(round), {"a": np.full((K, 300), round, np.float32)}, round)
         if round % 3 == 0:
             bank.pin()
             for old in bank.pins[:-2]:
                 bank.unpin(old)
-        committed()
+        os.write(pipe, b".")
 
-def states(round):
+def check(bank):
     last = np.zeros(N)
-    for r in range(1, round + 1):
-        last[ids_of(r)] = r
-    return last[:, None]
+    for round in range(1, bank.round + 1):
+        last[ids_of(round)] = round
+    got = bank.gather(np.arange(N))
+    assert (got["b"] == last).all() and (got["a"] == last[:, None]).all(), (kill, bank.round)
 
-checked = 0
-for kill in kills(20, 3):
+ClientStore.create(initial, N, path).close()
+random.seed(0)
+rounds = pins = 0
+for kill in range(50):
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        commit_for_ever(write)
+    os.close(write)
+    for _ in range(1 + kill % 4):
+        assert os.read(read, 1) == b"."
+    time.sleep(0.02 * random.random())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(read)
     with ClientStore.open(path, initial, N) as bank:
-        pins = bank.pins
-        assert (bank.gather(np.arange(N))["a"] == states(bank.round)).all()
-        assert len(pins) <= 3 and bank.nbytes < 40 * 4 * N * 300
-    for round in pins[::-1]:  # from the newest to the oldest, as a restore that finds damage would
+        check(bank)
+        rounds, pinned = max(rounds, bank.round), bank.pins
+        assert len(pinned) <= 3 and bank.nbytes < 6 * N * 12_012
+    for round in pinned[::-1] if kill % 2 else ():  # from the newest on, as a restore that finds damage would
         with ClientStore.open(path, initial, N, round=round) as bank:
-            assert bank.round == round and (bank.gather(np.arange(N))["a"] == states(round)).all(), (kill, round)
-        checked += 1
-print("pins", checked)
+            assert bank.round == round
+            check(bank)
+        pins += 1
+print(rounds, pins)
 """
 
 
-@pytest.mark.parametrize(("program", "least"), [(COMMITS, 30), (PINS, 20)], ids=["the_last_commit", "every_pin"])
-def test_a_kill_at_any_moment_loses_no_committed_state(program, least, tmp_path) -> None:
-    command = [sys.executable, "-W", "ignore", "-c", KILLS + program, str(tmp_path / "bank")]
+def test_a_kill_at_any_moment_loses_no_committed_state_and_no_pin(tmp_path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", KILLS, str(tmp_path / "bank")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[-1]) >= least
+    rounds, pins = map(int, done.stdout.split())
+    assert rounds >= 30 and pins >= 20
 
 
 def test_a_store_can_return_to_a_pinned_round(tmp_path) -> None:
@@ -349,18 +320,15 @@ OTHERS = [
     ({"num_clients": 21}, "num_clients: 20 in the client store, not 21"),
     (
         {"identity": {"algorithm": "feddyn", "rows": 7}},
-        'identity \'algorithm\': "scaffold" in the client store, not "feddyn"',
+        """identity 'algorithm': "scaffold" in .* store, not "feddyn\"""",
     ),
     ({"identity": {"algorithm": "scaffold", "rows": "7"}}, "'rows': 7 in the client store, not \"7\""),
     ({"identity": {"algorithm": "scaffold"}}, "'rows': 7 in the client store, not nothing"),
     (
-        {"initial": INITIAL | {"w": np.zeros((3, 2), np.float32)}},
+        {"initial": INITIAL | {"w": np.zeros((3, 2), "f4")}},
         r"\['w'\]: float32\[2, 3\] in the client store, not float32",
     ),
-    (
-        {"initial": INITIAL | {"w": np.zeros((2, 3), np.float64)}},
-        r"\['w'\]: float32\[2, 3\] in the client store, not float64",
-    ),
+    ({"initial": INITIAL | {"w": np.zeros((2, 3))}}, r"\['w'\]: float32\[2, 3\] in the client store, not float64"),
     ({"initial": {"n": np.int32(0), "v": 1.0}}, r"\['v'\]: nothing in .*; leaf \['w'\]: float32\[2, 3\] in .* nothing"),
 ]
 
@@ -383,6 +351,12 @@ def test_a_reopened_store_keeps_its_initial_state(tmp_path) -> None:
         check(bank, {})
 
 
+def flipped(byte: int):
+    return lambda b: b[:byte] + bytes([b[byte] ^ 16]) + b[byte + 1 :]
+
+
+CHANGED = "is damaged, {} does not contain what was written: go back to"
+WHOSE = {(0, 20, 31): "the initial state", (32, 63): "the state of client 5", (64, 95): "the state of client 3"}
 DAMAGES = [
     ("index", lambda b: b[:-1], "index does not contain what was written"),
     ("index", lambda b: b.replace(b'"round": 1', b'"round": 2'), "index does not contain what was written"),
@@ -393,13 +367,16 @@ DAMAGES = [
     ("states", lambda b: b[:-1], "states must have 96 bytes, got 95"),
     ("states", lambda b: None, "states is missing"),
     ("index", lambda b: None, "which has no index: use ClientStore.create"),
+    # The bytes are in the initial state, or in the record of a client, or in their checksums.
+    *(("states", flipped(byte), CHANGED.format(whose)) for bytes_, whose in WHOSE.items() for byte in bytes_),
+    ("states", lambda b: b[:32] + b[64:] + b[32:64], CHANGED.format("the state of client 5")),
 ]
 
 
 @pytest.mark.parametrize("name, damage, message", DAMAGES)
 def test_a_damaged_store_is_refused_and_not_changed(name, damage, message, tmp_path) -> None:
     with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
-        bank.commit([3, 5], states_of([3, 5], 1), 1)
+        bank.commit([5, 3], states_of([5, 3], 1), 1)
     file = tmp_path / "bank" / name
     damaged = damage(file.read_bytes())
     if damaged is None:
@@ -407,41 +384,11 @@ def test_a_damaged_store_is_refused_and_not_changed(name, damage, message, tmp_p
     else:
         file.write_bytes(damaged)
     before = {path.name: path.read_bytes() for path in (tmp_path / "bank").iterdir()}
-    with pytest.raises(ValueError, match=message):
-        ClientStore.open(tmp_path / "bank", INITIAL, 20)
+    with pytest.raises(ValueError if "format" in message else DamagedError, match=message):
+        with ClientStore.open(tmp_path / "bank", INITIAL, 20) as bank:
+            for client in (5, 3):
+                assert bank.gather([client])["n"] == [1]
     assert {path.name: path.read_bytes() for path in (tmp_path / "bank").iterdir()} == before
-
-
-@pytest.mark.parametrize("byte", [0, 20, 31, 32, 63, 64, 95])
-def test_a_flipped_bit_is_detected_when_the_record_is_read(byte, tmp_path) -> None:
-    """The bytes are in the initial state, the record of client 5 and the record of client 3, or in their checksums."""
-    with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
-        bank.commit([5, 3], states_of([5, 3], 1), 1)
-    content = bytearray((tmp_path / "bank/states").read_bytes())
-    content[byte] ^= 16
-    (tmp_path / "bank/states").write_bytes(content)
-    if byte < 32:
-        with pytest.raises(
-            DamagedError, match=r"/bank is damaged, the initial state does not contain what was written: go back to"
-        ):
-            ClientStore.open(tmp_path / "bank", INITIAL, 20)
-        return
-    whose, intact = (5, 3) if byte < 64 else (3, 5)
-    with ClientStore.open(tmp_path / "bank", INITIAL, 20) as bank:
-        with pytest.raises(
-            DamagedError, match=f"/bank is damaged, the state of client {whose} does not contain what was written"
-        ):
-            bank.gather([intact, whose])
-        assert bank.gather([intact])["n"] == [1]
-
-
-def test_swapped_records_are_detected(tmp_path) -> None:
-    with ClientStore.create(INITIAL, 20, tmp_path / "bank") as bank:
-        bank.commit([5, 3], states_of([5, 3], 1), 1)
-        content = (tmp_path / "bank/states").read_bytes()
-        (tmp_path / "bank/states").write_bytes(content[:32] + content[64:] + content[32:64])
-        with pytest.raises(DamagedError, match="the state of client 3 does not contain what was written"):
-            bank.gather([3])
 
 
 def test_an_unused_store_can_be_created_again(tmp_path) -> None:
