@@ -184,14 +184,16 @@ class Evidence:
         """The claims of a paper with their verdicts, and a line about those that have not been run."""
         lines = ["| claim | whose data | verdict | evidence |", "|---|---|---|---|"]
         lines += [f"| {row}" for name, _, row in _rows(self.claims, self.tested) if name == paper]
-        absent = dict.fromkeys(
-            f"{claim.paper.partition(', ')[2]} on {claim.data.replace('stand-in:', 'the stand-in')}"
-            for claim, answers in zip(self.claims, self.tested, strict=True)
-            if claim.paper.startswith(paper) and not answers
-        )
-        return "\n".join(lines) + (
-            f"\n\nSome claims of these have not been run: {'; '.join(absent)}." if absent else ""
-        )
+        absent: dict[tuple[str, str], dict[str, None]] = {}
+        for claim, answers in zip(self.claims, self.tested, strict=True):
+            if claim.paper.startswith(paper) and not answers:
+                where = f"{claim.paper.partition(', ')[2]} on {claim.data.replace('stand-in:', 'the stand-in')}"
+                absent.setdefault((where, claim.better), {}).update({claim.worse: None} if claim.worse else {})
+        shown = [
+            f"{where} ({better}{' over ' if worse else ''}{', '.join(worse)})"
+            for (where, better), worse in absent.items()
+        ]
+        return "\n".join(lines) + (f"\n\nThese claims have not been run: {'; '.join(shown)}." if shown else "")
 
     def headlines(self) -> str:
         """The headline claims with their verdicts, also those that have not been run."""
@@ -244,7 +246,7 @@ def _rows(
         yield (
             name,
             first.headline,
-            f"{text.replace('{worse}', 'others') if len(pairs) > 1 else first.text} | {data} | {verdict} | {linked} |",
+            f"{text.replace('{worse}', claims.others([claim.worse for claim, _ in pairs]))} | {data} | {verdict} | {linked} |",
         )
 
 

@@ -217,10 +217,19 @@ def answers() -> list[tuple[dict[str, Any], str, dict[str, Answer | None]]]:
 
 
 def verdict(found: dict[str, Answer | None]) -> str:
-    words = [each[1] if each else "open" for each in found.values()]
-    names = {"holds": "holds", "does not hold": "fails", "equal": "equal"}
-    n = len(words)
-    said = [f"{name} in {words.count(word)} of {n}" if n > 1 else name for word, name in names.items() if word in words]
+    said, n, begin, end = [], len(found), 0, 0
+    words = [setting.split(", ") for setting in found]
+    shortest = min(len(each) for each in words)
+    while begin + 1 < shortest and all(each[begin] == words[0][begin] for each in words):
+        begin += 1
+    while begin + end + 1 < shortest and all(each[-1 - end] == words[0][-1 - end] for each in words):
+        end += 1
+    for word, name in {"holds": "holds", "does not hold": "fails", "equal": "equal"}.items():
+        where = [setting for setting, each in found.items() if each and each[1] == word]
+        which = "; ".join(", ".join(s.split(", ")[begin : s.count(", ") + 1 - end]) for s in where)
+        if where:
+            listed = "" if len(where) in (n, *range(3, n)) else f" ({which})"
+            said.append(name if n == 1 else f"{name} in {len(where)} of {n}{listed}")
     return ", ".join(said) or ("open" if any(found.values()) else "not run")
 
 
@@ -336,7 +345,8 @@ def of_page() -> dict[str, Any]:
             if not (entry.get("headline") if wanted is None else paper == wanted):
                 continue
             several = len(same) > 1
-            text = entry["claim"].replace("{worse}", "others" if several else same[0][0])
+            names = [worse for worse, _ in same]
+            text = entry["claim"].replace("{worse}", "others" if len(names) > 2 else " and ".join(names))
             verdicts = [f"vs {worse}: {verdict(each)}" if several else verdict(each) for worse, each in same]
             stand_in = entry["data"].startswith("stand-in")
             known = any(any(each.values()) for _, each in same)
@@ -351,12 +361,14 @@ def of_page() -> dict[str, Any]:
         shown = table_of(head, rows, "---|" * len(head[1:]))
         if wanted is None:
             return shown
-        absent = [
-            f"{entry['paper'].partition(', ')[2]} on {entry['data'].replace('stand-in:', 'the stand-in')}"
-            for entry, _, each in found if entry["paper"].startswith(wanted) and not any(each.values())
-        ]  # fmt: skip
-        rest = "; ".join(dict.fromkeys(absent))
-        return shown + f"\n\nSome claims of these have not been run: {rest}." * bool(rest)
+        absent: dict[str, list[str]] = {}
+        for entry, worse, each in found:
+            if entry["paper"].startswith(wanted) and not any(each.values()):
+                where = entry["data"].replace("stand-in:", "the stand-in")
+                line = f"{entry['paper'].partition(', ')[2]} on {where} ({entry['better']}"
+                absent.setdefault(line, []).extend([worse] if worse and worse not in absent.get(line, []) else [])
+        rest = "; ".join(f"{line}{' over ' * bool(names)}{', '.join(names)})" for line, names in absent.items())
+        return shown + f"\n\nThese claims have not been run: {rest}." * bool(rest)
 
     def counted() -> str:
         counts: dict[tuple[str, str], list[str]] = {}

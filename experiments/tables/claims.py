@@ -217,15 +217,34 @@ def word(tested: Verdict | None) -> str:
 
 
 def verdict(claim: Claim, tested: Tested) -> str:
-    """In how many of its settings the claim holds, fails, and in how many the methods are equal.
+    """In how many of its settings the claim holds, fails, and in how many the methods are equal. One or two are named.
 
     If there is none: "open", or "not run" if it has not been run in any setting.
     """
-    words = [word(tested.get(setting)) for setting in claim.settings]
-    n = len(words)
-    counts = [(each, words.count(each)) for each in ("holds", "fails", "equal")]
-    said = [each if n == 1 else f"{each} in {count} of {n}" for each, count in counts if count]
+    words, names = [word(tested.get(setting)) for setting in claim.settings], short_names(claim.settings)
+    said = []
+    for each in ("holds", "fails", "equal"):
+        where = [name for name, found in zip(names, words, strict=True) if found == each]
+        if len(words) == 1 and where:
+            said.append(each)
+        elif where:
+            which = f" ({'; '.join(where)})" if len(where) <= 2 and len(where) < len(words) else ""
+            said.append(f"{each} in {len(where)} of {len(words)}{which}")
     return ", ".join(said) or ("open" if tested else "not run")
+
+
+def short_names(settings: Sequence[str]) -> list[str]:
+    """The names of settings without the parts between commas that all of them have at the beginning or at the end."""
+    parts = [setting.split(", ") for setting in settings]
+    most = min(map(len, parts)) - 1
+    first = next((i for i in range(most) if len({each[i] for each in parts}) > 1), most)
+    last = next((i for i in range(most - first) if len({each[-1 - i] for each in parts}) > 1), most - first)
+    return [", ".join(each[first : len(each) - last]) for each in parts]
+
+
+def others(methods: Sequence[str]) -> str:
+    """The methods that a claim is about: one, two, or "others"."""
+    return " and ".join(methods) if len(methods) < 3 else "others"
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------

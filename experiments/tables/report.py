@@ -115,7 +115,11 @@ def _page(table: Table, folder: Path, ours: Results, pictures: Sequence[Path]) -
     yield from ("", *_legend(table, ours))
     verdicts = list(orderings(table, ours))
     if verdicts:
-        yield from ("", "## The order of the methods", "", *_verdict_lines(table, verdicts))
+        yield from (
+            "", "## The order of the methods", "", "The comparisons of this page are not corrected for their number. "
+            "[The claims](../README.md) are: a comparison that holds here may be open there.", "",
+            *_verdict_lines(table, verdicts),
+        )  # fmt: skip
     yield from ("", "## How each cell was run", "", *_runs(table, folder, ours))
     if missing := _missing(table, ours):
         yield from ("", "## Not run", "", *_not_run(missing))
