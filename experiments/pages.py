@@ -241,12 +241,13 @@ def _rows(
         name, _, where = paper.partition(", ")
         linked = f"[{where}](../experiments/results/{table}.md)" if any(each for _, each in pairs) else where
         first = pairs[0][0]
+        others = claims.others([claim.worse for claim, _ in pairs])
         data = data if first.kind == "stand-in" else f"the paper's: {data}"
         verdict += " (stand-in)" * (first.kind == "stand-in")
         yield (
             name,
             first.headline,
-            f"{text.replace('{worse}', claims.others([claim.worse for claim, _ in pairs]))} | {data} | {verdict} | {linked} |",
+            f"{text.replace('{worse}', others)} | {data} | {verdict} | {linked} |",
         )
 
 

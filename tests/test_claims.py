@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import shutil
 
@@ -43,21 +44,27 @@ def a_claim(**options) -> Claim:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("+??", "holds in 1 of 3"), ("+-?", "holds in 1 of 3, fails in 1 of 3"),
-        ("--=", "fails in 2 of 3, equal in 1 of 3"), ("===", "equal in 3 of 3"), ("???", "open"), ("+", "holds"),
-        ("", "not run"),
+        ("+??", "holds in 1 of 3 (s)"), ("+-?", "holds in 1 of 3 (s), fails in 1 of 3 (u)"),
+        ("--=", "fails in 2 of 3 (s; u), equal in 1 of 3 (v)"), ("===", "equal in 3 of 3"), ("???", "open"),
+        ("+", "holds"), ("", "not run"),
     ],
 )  # fmt: skip
-def test_a_verdict_says_in_how_many_settings_the_claim_holds(words: str, expected: str) -> None:
+def test_a_verdict_says_in_how_many_settings_and_in_which_the_claim_holds(words: str, expected: str) -> None:
     claim = a_claim(settings=tuple("suv"[: max(1, len(words))]))
     tested = {setting: verdict_of(WORDS[word]) for setting, word in zip("suv", words, strict=False)}
     assert claims.verdict(claim, tested) == expected
     weak = {setting: verdict._replace(significant=False) for setting, verdict in tested.items()}
-    equal = f"equal in {words.count('=')} of 3"
+    equal = f"equal in {words.count('=')} of 3" + " (v)" * (words.count("=") == 1)
     assert claims.verdict(claim, weak) == (equal if "=" in words else "open" if words else "not run")
     page = "\n".join(claims.section([claim._replace(note="Why not.")], [tested]))
     assert f"| stand-in: ours for theirs | {'s: ' if words else ''}" in page and f"| {expected} |" in page
     assert ("Why not." in page) == ("fails" in expected)
+
+
+def test_a_verdict_names_what_differs_between_the_settings() -> None:
+    settings = ["MNIST writers, alpha 1, own", "MNIST writers, alpha 0.1, own"]
+    assert claims.short_names(settings) == ["alpha 1", "alpha 0.1"]
+    assert claims.short_names(["MNIST D1, s = 2", "MNIST D1"]) == ["MNIST D1, s = 2", "MNIST D1"]
 
 
 def runs(*values: float) -> dict[int, Result]:
@@ -182,7 +189,8 @@ def test_other_code_computes_the_same_claims_and_numbers() -> None:
     other = runpy.run_path(str(papers.EXPERIMENTS / "recompute_claims.py"))
     page = other["PAGE"].read_text()
     assert len(other["rows"]()) > 90 and other["differences"](page) == []
-    verdict, number = page.replace(" | holds in 1 of 3 |\n", " | open |\n", 1), page.replace(": +", ": -", 1)
+    verdict = re.sub(r" \| holds in 1 of 3 \([^)]*\) \|\n", " | open |\n", page, count=1)
+    number = page.replace(": +", ": -", 1)
     assert len(other["differences"](verdict)) == len(other["differences"](number)) == 2  # one row of each
     papers_page = other["PAPERS"].read_text()
     assert other["wrong_numbers"](papers_page) == []
