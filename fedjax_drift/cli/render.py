@@ -13,7 +13,7 @@ import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift.cli.flags import DATASET
-from fedjax_drift.plots.bands import BANDS
+from fedjax_drift.plots.lines import BANDS
 from fedjax_drift.records import By, by_seed
 
 
@@ -92,7 +92,7 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
         finals = [accuracies[-1] for accuracies in evaluated if accuracies]
         if len(finals) > 1:
             interval = f"± {100 * fd.statistics.mean(finals).half:.1f} %"
-            lines.append(f"  {len(finals)} seeds".ljust(width + 8) + f"{interval:>10}  ({BANDS['interval'].words})")
+            lines.append(f"  {len(finals)} seeds".ljust(width + 8) + f"{interval:>10}  ({BANDS['interval'][0]})")
     return "\n".join(lines)
 
 

@@ -49,32 +49,13 @@ from fedjax_drift.plots.training import (
     rounds_to_target,
     sharpness,
     updates,
-)
+)  # fmt: skip
 
 __all__ = [
-    "COLOURS",
-    "Compared",
-    "MARKERS",
-    "STYLES",
-    "Style",
-    "agreement",
-    "compared",
-    "curves",
-    "drift",
-    "drift_story",
-    "examples",
-    "fairness",
-    "federation",
-    "forgetting",
-    "gain",
-    "label_mix",
-    "loss_plane",
-    "participation",
-    "quadratics",
-    "rounds_to_target",
-    "sharpness",
-    "updates",
-]
+    "COLOURS", "Compared", "MARKERS", "STYLES", "Style", "agreement", "compared", "curves", "drift", "drift_story",
+    "examples", "fairness", "federation", "forgetting", "gain", "label_mix", "loss_plane", "participation",
+    "quadratics", "rounds_to_target", "sharpness", "updates",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,14 +17,12 @@ FAR = 10  # values that are this many times the usual span away from the usual v
 TRIANGLE = 6.0  # points
 
 
-def use_log_scale(axes: Axes) -> None:
+def use_log_scale(lines: Sequence[Line], axes: Axes) -> None:
     """Makes the y axis logarithmic. If there are zeros, it is linear below the smallest positive value.
 
     Period drift is zero if all clients take part.
     """
-    y = np.concatenate(
-        [line.get_ydata() for twin in axes.get_shared_y_axes().get_siblings(axes) for line in twin.lines]
-    )
+    y = np.concatenate([line.y for line in lines])
     if (y > 0).all():
         axes.set_yscale("log")
     elif (y > 0).any():
@@ -70,27 +68,11 @@ def readable(lines: Sequence[Line], log: bool = False) -> tuple[float, float] | 
     return (10**low, 10**high) if log else (low, high)
 
 
-class Exit(NamedTuple):
-    """A place where a line leaves the axis."""
+def in_points(axes: Axes, right: float = 0.0, up: float = 0.0) -> Any:
+    """Returns the transform that moves what is drawn by this number of points."""
+    from matplotlib.transforms import ScaledTranslation
 
-    x: float
-    run: int  # position of the run in `records`
-    top: bool  # whether it leaves at the upper edge
-
-
-def exits(run: int, line: Line, axes: Axes) -> list[Exit]:
-    """Returns the places where a line crosses an edge of the y axis outwards."""
-    scale = axes.yaxis.get_transform().transform
-    places = []
-    for top, edge in zip((False, True), axes.get_ylim(), strict=True):
-        outside = line.y > edge if top else line.y < edge
-        for n in np.flatnonzero(outside & ~np.append(False, outside[:-1])):
-            x = line.x[n]
-            if n:  # interpolates between the points on both sides of the edge
-                inside, at, beyond = scale(np.array([line.y[n - 1], edge, line.y[n]], float))
-                x = line.x[n - 1] + (x - line.x[n - 1]) * (at - inside) / (beyond - inside)
-            places.append(Exit(float(x), run, top))
-    return places
+    return ScaledTranslation(right / 72, up / 72, axes.figure.dpi_scale_trans)
 
 
 def mark_outside(lines: Mapping[str, Line], axes: Axes) -> None:
@@ -98,26 +80,21 @@ def mark_outside(lines: Mapping[str, Line], axes: Axes) -> None:
 
     Triangles that would cover each other are drawn one below the other.
     """
-    from matplotlib.transforms import ScaledTranslation
-
     low, high = axes.get_ylim()
-    places = [place for i, line in enumerate(lines.values()) for place in exits(i, line, axes)]
-    if not places:
+    scale, near = axes.yaxis.get_transform().transform, 0.02 * np.ptp(axes.get_xlim())
+    marks: list[tuple[float, int]] = []
+    for i, line in enumerate(lines.values()):
+        for sign, edge, marker in ((-1, low, "v"), (1, high, "^")):
+            y = sign * (scale(line.y) - scale(edge))  # > 0 outside
+            for n in np.flatnonzero((y > 0) & ~np.append(False, y[:-1] > 0)):
+                x = np.interp(0, y[n - 1 : n + 1], line.x[n - 1 : n + 1]) if n else line.x[0]
+                row = sum(abs(other - x) < near and other_sign == sign for other, other_sign in marks)
+                place = axes.get_xaxis_transform() + in_points(axes, up=-sign * row * TRIANGLE)
+                shape = {"color": look(i, axes)["color"], "markersize": TRIANGLE, "clip_on": False, "zorder": 5}
+                axes.plot(x, float(sign > 0), marker, transform=place, **shape)
+                marks.append((x, sign))
+    if not marks:
         return
-    near = 0.02 * (axes.get_xlim()[1] - axes.get_xlim()[0])
-    for n, place in enumerate(places):
-        row = sum(abs(other.x - place.x) < near and other.top == place.top for other in places[:n])
-        inwards = ScaledTranslation(0, (-row if place.top else row) * TRIANGLE / 72, axes.figure.dpi_scale_trans)
-        axes.plot(
-            place.x,
-            float(place.top),
-            "^" if place.top else "v",
-            color=look(place.run, axes)["color"],
-            markersize=TRIANGLE,
-            transform=axes.get_xaxis_transform() + inwards,
-            clip_on=False,
-            zorder=5,
-        )
     values = np.concatenate([line.y for line in lines.values()])
     reach = [f"down to {values.min():.3g}"] if values.min() < low else []
     reach += [f"up to {values.max():.3g}"] if values.max() > high else []

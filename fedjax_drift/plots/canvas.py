@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
+import numpy as np
+
 from fedjax_drift import checks, spec
-from fedjax_drift.plots.axis import mark_outside, readable, use_log_scale
+from fedjax_drift.plots.axis import in_points, mark_outside, readable, use_log_scale
 from fedjax_drift.plots.lines import Line
 from fedjax_drift.plots.looks import fill, ink, look
 from fedjax_drift.plots.style import Style
@@ -105,15 +107,9 @@ def draw_lines(panel: Panel, axes: Axes) -> dict[str, Line2D]:
         shape = look(i, axes) | ({} if marked else {"marker": None})
         shape |= {"drawstyle": "steps-pre"} if panel.steps else {}
         if max(sizes) == 1:  # the points of one round are side by side
-            shape["transform"] = side_by_side(axes, len(drawn) - (len(sizes) - 1) / 2)
-            axes.update_datalim(
-                [
-                    (x, y)
-                    for row in (line.y, line.low, line.high)
-                    if row is not None
-                    for x, y in zip(line.x, row, strict=True)
-                ]
-            )
+            shape["transform"] = axes.transData + in_points(axes, right=8 * (len(drawn) - (len(sizes) - 1) / 2))
+            shown = np.array([row for row in (line.y, line.low, line.high) if row is not None]).reshape(-1)
+            axes.update_datalim([(line.x[0], y) for y in shown])
         (drawn[name],) = axes.plot(line.x, line.y, label=name, linewidth=1.6, markersize=4.5, **shape)
         draw_band(line, axes, shape, len(sizes))
         if line.ended and line.x.size:
@@ -122,13 +118,6 @@ def draw_lines(panel: Panel, axes: Axes) -> dict[str, Line2D]:
     if panel.guide is not None:
         axes.axhline(panel.guide, color=ink(axes), alpha=0.6, linewidth=1.0, zorder=1)
     return drawn
-
-
-def side_by_side(axes: Axes, steps: float) -> Any:
-    """Returns the transform of the data that moves points to the right by a number of steps of 8 points."""
-    from matplotlib.transforms import ScaledTranslation
-
-    return axes.transData + ScaledTranslation(8 * steps / 72, 0, axes.figure.dpi_scale_trans)
 
 
 def draw_band(line: Line, axes: Axes, shape: Mapping[str, Any], bands: int) -> None:
@@ -170,11 +159,12 @@ def cross_entry(panels: Sequence[Panel], axes: Axes) -> dict[str, Any]:
 def set_scale(group: Sequence[tuple[Panel, Axes]]) -> None:
     """Sets the scale and the limits of the y axis that the panels share, and marks where lines leave it."""
     panel, axes = group[0]
+    lines = [line for panel, _ in group for line in panel.lines.values()]
     if panel.log:
-        use_log_scale(axes)
+        use_log_scale(lines, axes)
     scale = axes.get_yscale()
     low, high = axes.get_ylim()
-    if extent := readable([line for panel, _ in group for line in panel.lines.values()], scale != "linear"):
+    if extent := readable(lines, scale != "linear"):
         low, high = (low if scale == "symlog" else extent[0]), extent[1]
     axes.set_ylim(max(low, panel.limits[0]), min(high, panel.limits[1]))
     for panel, axes in group:

@@ -180,32 +180,29 @@ def draw_sizes(data: FederatedData, axes: Axes) -> None:
     """Draws a histogram of the number of examples of the clients."""
     low, high = int(data.sizes.min()), int(data.sizes.max())
     width = max(1, -(-(high - low + 1) // min(30, math.ceil(2 * data.num_clients**0.5))))
-    bins = np.arange(low, high + width + 1, width) - 0.5
-    axes.hist(data.sizes, bins=bins.tolist(), color=fill(axes)[0], edgecolor=axes.get_facecolor(), linewidth=0.5)
-    median = float(np.median(data.sizes))
-    axes.axvline(median, color=COLOURS[1], linestyle="--", linewidth=1.4, label=f"median {median:,.0f}")
+    draw_histogram(data.sizes, np.arange(low, high + width + 1, width) - 0.5, ",.0f", axes)
     if high - low < 10:
         axes.set_xlim(low - 5, high + 5)
-    axes.set(xlabel="Training examples of a client", ylabel="Clients", title=f"Sizes ({len(data.x):,} examples in all)")
-    axes.set_ylim(top=1.15 * axes.get_ylim()[1])  # room for the legend
-    axes.locator_params(integer=True)
+    axes.set(xlabel="Training examples of a client", title=f"Sizes ({len(data.x):,} examples in all)")
+    axes.locator_params(axis="x", integer=True)
     axes.ticklabel_format(axis="x", style="plain", useOffset=False)
-    axes.legend(frameon=False)
-    hide_frame(axes)
 
 
 def draw_label_distances(data: FederatedData, axes: Axes) -> None:
     """Draws a histogram of the distances of the clients' label distributions from that of the federation."""
     measured = distances(data, pairs=1)
-    far = measured.jensen_shannon
-    axes.hist(
-        far, bins=[0.05 * i for i in range(21)], color=fill(axes)[0], edgecolor=axes.get_facecolor(), linewidth=0.5
-    )
-    median = float(np.median(far))
-    axes.axvline(median, color=COLOURS[1], linestyle="--", linewidth=1.4, label=f"median {median:.2f}")
+    draw_histogram(measured.jensen_shannon, np.arange(21) * 0.05, ".2f", axes)
     others = f"means: Hellinger {measured.hellinger.mean():.2f}, total variation {measured.total_variation.mean():.2f}"
-    axes.set(xlabel=f"Jensen-Shannon distance of a label mix\n({others})", ylabel="Clients")
-    axes.set(title="Distance from all clients' mix", xlim=(0, 1), ylim=(0, 1.15 * axes.get_ylim()[1]))
+    axes.set(xlabel=f"Jensen-Shannon distance of a label mix\n({others})", xlim=(0, 1))
+    axes.set_title("Distance from all clients' mix")
+
+
+def draw_histogram(of_clients: np.ndarray, bins: np.ndarray, digits: str, axes: Axes) -> None:
+    """Draws how many clients have a value in each bin, and the median."""
+    axes.hist(of_clients, bins.tolist(), color=fill(axes)[0], edgecolor=axes.get_facecolor(), linewidth=0.5)
+    median = float(np.median(of_clients))
+    axes.axvline(median, color=COLOURS[1], linestyle="--", linewidth=1.4, label=f"median {median:{digits}}")
+    axes.set(ylabel="Clients", ylim=(0, 1.15 * axes.get_ylim()[1]))  # room for the legend
     axes.locator_params(axis="y", integer=True)
     axes.legend(frameon=False)
     hide_frame(axes)

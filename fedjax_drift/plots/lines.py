@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedjax_drift.plots.bands import BANDS
 from fedjax_drift.plots.style import Style
 from fedjax_drift.records import History, Runs, measured, spent
+from fedjax_drift.statistics import quantile
 
 SHOWN_POINTS = 100  # lines with more points are smoothed by default, to at most half as many points
 RANGES = {  # the possible values of entries of a record
     "accuracy": (0, 1), "client_mean_accuracy": (0, 1), "cka": (0, 1), "gain": (0, 1), "update_cosine": (-1, 1),
 }  # fmt: skip
+BELOW_AND_ABOVE = np.array([[-1.0], [1.0]])
+BANDS: dict[str, tuple[str, Callable[[np.ndarray], Any]]] = {  # its name in plots and tables, and its edges [2, n]
+    "interval": (
+        "95 % interval of the mean",
+        lambda v: v.mean(0) + BELOW_AND_ABOVE * (quantile(len(v)) * v.std(0, ddof=1) / len(v) ** 0.5),
+    ),
+    "deviation": ("± standard deviation", lambda v: v.mean(0) + BELOW_AND_ABOVE * v.std(0, ddof=1)),
+    "range": ("smallest to largest seed", lambda v: (v.min(0), v.max(0))),
+}
 LOSSES = ("train_loss", "loss")  # a run has diverged if one of them is not finite
 Seeds = Sequence[tuple[Sequence[int] | np.ndarray, Sequence[float] | np.ndarray]]  # (rounds, values) of each seed
 
@@ -44,11 +53,7 @@ def by_round(
     values = {
         name: [(t, factor * values[:, entry]) for t, values in seeds] for name, seeds in measured(runs, key).items()
     }
-    lines = lines_of(values, style, log)
-    return {
-        name: within(line, values[name], limits(key, factor))._replace(note=note_of(runs[name], values[name]))
-        for name, line in lines.items()
-    }
+    return lines_of(values, style, log, limits(key, factor), notes_of(runs, values))
 
 
 def over(by: str, lines: Mapping[str, Line], runs: Runs) -> dict[str, Line]:
@@ -69,32 +74,38 @@ def by_epoch(runs: Runs, key: str, style: Style) -> dict[str, Line]:
     for name, seeds in measurements.items():
         finite = [values[np.isfinite(values).all(axis=1)] for _, values in seeds]
         medians[name] = [(range(1, values.shape[1] + 1), np.median(values, axis=0)) for values in finite if len(values)]
-    lines = lines_of(medians, replace(style, smooth=None))
-    return {
-        name: within(line, medians[name], limits(key))._replace(
-            shows=("median over rounds", *line.shows), note=note_of(runs[name], measurements[name])
-        )
-        for name, line in lines.items()
-    }
+    notes = notes_of(runs, measurements)
+    lines = lines_of(medians, replace(style, smooth=None), limits=limits(key), notes=notes)
+    return {name: line._replace(shows=("median over rounds", *line.shows)) for name, line in lines.items()}
 
 
-def from_round_one(values: Mapping[str, np.ndarray], style: Style) -> dict[str, Line]:
-    """Returns the line of each run of one seed, whose values are those after rounds 1, 2, ..."""
-    seeds: dict[str, Seeds] = {name: [(range(1, len(y) + 1), y)] if len(y) else [] for name, y in values.items()}
-    lines = lines_of(seeds, style, log=True)
-    notes = {name: trailing_note(of) for name, of in seeds.items()}
-    return {name: line._replace(note=notes[name], ended=bool(notes[name])) for name, line in lines.items()}
-
-
-def lines_of(runs: Mapping[str, Seeds], style: Style, log: bool = False) -> dict[str, Line]:
+def lines_of(
+    runs: Mapping[str, Seeds],
+    style: Style,
+    log: bool = False,
+    limits: tuple[float, float] | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> dict[str, Line]:
     """Returns the line of each run, for the rounds in which all its seeds have finite values.
 
     The values of each seed are averaged in windows. The line is the mean over the seeds, with the band of the style.
-    log: average the logarithms, if all values are positive.
+
+    Args:
+      log: average the logarithms, if all values are positive.
+      limits: of the quantity. Bands are clipped to them. Default: a band starts at 0, if no value is negative.
+      notes: what the legend adds to the names. Default: when the values diverge, and the line ends there with a cross.
     """
     tables = {name: _common(seeds) for name, seeds in runs.items()}
-    length = _window(style, max((x.size for x, _ in tables.values()), default=0))
-    return {name: _line(*table, length, style, log) for name, table in tables.items()}
+    length, lines = _window(style, max((x.size for x, _ in tables.values()), default=0)), {}
+    for name, seeds in runs.items():
+        note = trailing_note(seeds) if notes is None else notes[name]
+        line = _line(*tables[name], length, style, log)._replace(note=note, ended=notes is None and bool(note))
+        if line.low is not None and line.high is not None:
+            finite = np.concatenate([np.asarray(y)[np.isfinite(y)] for _, y in seeds])
+            low, high = limits or (0 if (finite >= 0).all() else -np.inf, np.inf)
+            line = line._replace(low=line.low.clip(low, high), high=line.high.clip(low, high))
+        lines[name] = line
+    return lines
 
 
 def _common(seeds: Seeds) -> tuple[np.ndarray, np.ndarray]:
@@ -131,15 +142,14 @@ def _line(x: np.ndarray, values: np.ndarray, length: int, style: Style, log: boo
     at = windows(x.size, length)
     seeds = (np.log(values) if log else values)[:, at].mean(2)
     shows = (f"means of {length} measured rounds",) * (length > 1)
-    edges: tuple[np.ndarray, ...] = ()
+    edges: Any = ()
     if len(seeds) > 1:
         shows += ("mean over seeds",)
         if style.band is not None:
-            shows += (f"band: {BANDS[style.band].words}",)
-            edges = BANDS[style.band].edges(seeds)
-    y, *edges_of_band = (np.exp(row) if log else row for row in (seeds.mean(0), *edges))
-    low, high = edges_of_band or (None, None)
-    return Line(x[at].mean(1), y, low, high, shows)
+            words, edges_of = BANDS[style.band]
+            shows, edges = (*shows, f"band: {words}"), edges_of(seeds)
+    y, *edges = (np.exp(row) if log else row for row in (seeds.mean(0), *edges))
+    return Line(x[at].mean(1), y, *(edges or (None, None)), shows)
 
 
 def limits(key: str, factor: float = 1) -> tuple[float, float] | None:
@@ -147,18 +157,9 @@ def limits(key: str, factor: float = 1) -> tuple[float, float] | None:
     return (RANGES[key][0] * factor, RANGES[key][1] * factor) if key in RANGES else None
 
 
-def within(line: Line, values: Seeds, limits: tuple[float, float] | None) -> Line:
-    """Clips the band of the line to the limits of the quantity. None: it starts at 0, if no value is negative."""
-    if line.low is None or line.high is None:
-        return line
-    finite = np.concatenate([np.asarray(y)[np.isfinite(y)] for _, y in values])
-    low, high = limits or (0 if (finite >= 0).all() else -np.inf, np.inf)
-    return line._replace(low=line.low.clip(low, high), high=line.high.clip(low, high))
-
-
-def note_of(histories: Sequence[History], values: Sequence[tuple[Any, Any]]) -> str:
-    """Returns the note that a run diverged. "" if there are no values, finite or not."""
-    return divergence(histories) if any(len(rounds) for rounds, _ in values) else ""
+def notes_of(runs: Runs, values: Mapping[str, Sequence[tuple[Any, Any]]]) -> dict[str, str]:
+    """Returns the notes that runs diverged. "" for a run that has no values, finite or not."""
+    return {n: divergence(runs[n]) if any(len(rounds) for rounds, _ in of) else "" for n, of in values.items()}
 
 
 def divergence(histories: Sequence[History]) -> str:

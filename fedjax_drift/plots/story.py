@@ -10,7 +10,6 @@ from fedjax_drift.data.federated import GivenData
 from fedjax_drift.plots.canvas import (
     MEASURE,
     FilePath,
-    Panel,
     add_legend,
     draw_panel,
     finished,
@@ -19,10 +18,17 @@ from fedjax_drift.plots.canvas import (
     set_scale,
 )
 from fedjax_drift.plots.clients import draw_label_mixes
-from fedjax_drift.plots.lines import by_round
 from fedjax_drift.plots.looks import look
 from fedjax_drift.plots.style import DEFAULT, AnyStyle
-from fedjax_drift.plots.training import CLIENT_DRIFT, bar_labels, draw_bars, height_of_bars
+from fedjax_drift.plots.training import (
+    ACCURACY,
+    CLIENT_DRIFT,
+    SQUARED,
+    bar_labels,
+    draw_bars,
+    height_of_bars,
+    panels_of,
+)
 from fedjax_drift.records import Records, by_run, rounds_to_target
 from fedjax_drift.spec import checked
 
@@ -60,11 +66,10 @@ def drift_story(
         an accuracy or a client drift.
     """
     reached, runs, target = rounds_to_target(records, target), by_run(records), float(target)
-    drift = Panel(CLIENT_DRIFT, "Squared gradient norm", by_round(runs, "client_drift", style, log=True), log=True)
+    drift = panels_of(runs, style, log=True)("client_drift", CLIENT_DRIFT, SQUARED)
     if not any(line.x.size for line in drift.lines.values()):
         checks.refuse("drift_story needs at least 1 round that was measured", "none", MEASURE.format("gradients"))
-    percent = by_round(runs, "accuracy", style, 100)
-    accuracy = Panel("Test accuracy of the global model", "Test accuracy (%)", percent, guide=100 * target)
+    accuracy = panels_of(runs, style, factor=100)("accuracy", *ACCURACY)._replace(guide=100 * target)
     labels = bar_labels(dict.fromkeys(reached, ""))  # the legend says which runs diverged
     below = max(3.4, 1.1 + height_of_bars(labels))  # inches of the panels with the bars
     figure = new_figure(10.6, 3.4 + below, style, text=1.0 + height_of_bars(labels))

@@ -22,9 +22,9 @@ from fedjax_drift.plots.canvas import (
     finished,
     new_figure,
 )
-from fedjax_drift.plots.lines import Line, lines_of, trailing_note, within
+from fedjax_drift.plots.lines import Line, lines_of
 from fedjax_drift.plots.looks import ink, look
-from fedjax_drift.plots.style import DEFAULT, AnyStyle, Style
+from fedjax_drift.plots.style import DEFAULT, AnyStyle
 from fedjax_drift.records import numbers
 from fedjax_drift.spec import Text, checked
 
@@ -79,7 +79,8 @@ def compared(
     shown = [
         (setting, panel)
         for setting in settings
-        for panel in [Panel(setting.title, ylabel, _lines(setting, methods, limits, style))]
+        for seeds in [{method: setting.runs.get(method, ()) for method in methods}]
+        for panel in [Panel(setting.title, ylabel, lines_of(seeds, style, limits=limits))]
         if any(line.x.size for line in panel.lines.values())
     ]
     if not shown:
@@ -109,18 +110,6 @@ def compared(
     crosses = cross_entry([panel for _, panel in shown], grid[0])
     add_legend(figure, entries | _symbols([setting for setting, _ in shown], grid[0]) | crosses, style)
     return finished(figure, path)
-
-
-def _lines(
-    setting: Compared, methods: Sequence[str], limits: tuple[float, float] | None, style: Style
-) -> dict[str, Line]:
-    """Returns the line of each method."""
-    seeds = {method: setting.runs.get(method, ()) for method in methods}
-    notes = {method: trailing_note(of) for method, of in seeds.items()}
-    return {
-        method: within(line, seeds[method], limits)._replace(note=notes[method], ended=bool(notes[method]))
-        for method, line in lines_of(seeds, style).items()
-    }
 
 
 def _mark_numbers(setting: Compared, panel: Panel, axes: Axes) -> None:

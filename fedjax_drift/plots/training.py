@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from fedjax_drift.plots.canvas import (
     new_figure,
     wrapped,
 )
-from fedjax_drift.plots.lines import by_epoch, by_round, divergence, from_round_one, over
+from fedjax_drift.plots.lines import by_epoch, by_round, divergence, lines_of, over
 from fedjax_drift.plots.looks import ink, look
 from fedjax_drift.plots.style import DEFAULT, AnyStyle, Style
 from fedjax_drift.records import UNITS, By, Reached, Records, Runs, by_run, measured, numbers
@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 LONGEST_TICK = 30  # characters of a name in one line beside a bar
 AXIS = {"round": "Round", "time": "Virtual time (s)", "megabytes": "Megabytes sent and received"}
-CLIENT_DRIFT = "Client drift after the last local epoch"
+CLIENT_DRIFT, SQUARED = "Client drift after the last local epoch", "Squared gradient norm"
+ACCURACY = "Test accuracy of the global model", "Test accuracy (%)"
 
 
 def _labels(name: str, value: Any, fix: str) -> dict[str, str]:
@@ -71,10 +72,8 @@ def curves(
       ValueError: the records have no round with finite values.
     """
     runs = by_run(records)
-    if y is None:
-        panels = usual_panels(runs, style)
-    else:
-        panels = [Panel("", label, by_round(runs, key, style)) for key, label in y.items()]
+    chosen = [panels_of(runs, style)(key, "", label) for key, label in (y or {}).items()]
+    panels = chosen or usual_panels(runs, style)
     panels = [panel._replace(lines=over(x, panel.lines, runs), counts=x == "round") for panel in panels]
     hint = "pass {name: history of Simulation.run}"
     return finished(figure_of_panels("curves", panels, hint, style, AXIS[x]), path)
@@ -82,12 +81,18 @@ def curves(
 
 def usual_panels(runs: Runs, style: Style) -> list[Panel]:
     """The panels of `curves`: the test accuracy, or else the test loss, and the training loss."""
-    accuracy, loss = by_round(runs, "accuracy", style, 100), "Loss (nats per example)"
-    tested = Panel("Test accuracy of the global model", "Test accuracy (%)", accuracy)
-    if not any(line.x.size for line in accuracy.values()):
+    panel, loss = panels_of(runs, style), "Loss (nats per example)"
+    tested = panels_of(runs, style, factor=100)("accuracy", *ACCURACY)
+    if not any(line.x.size for line in tested.lines.values()):
         loss = "Loss, mean over examples"
-        tested = Panel("Test loss of the global model", loss, by_round(runs, "loss", style))
-    return [tested, Panel("Training loss, mean of the cohort", loss, by_round(runs, "train_loss", style))]
+        tested = panel("loss", "Test loss of the global model", loss)
+    return [tested, panel("train_loss", "Training loss, mean of the cohort", loss)]
+
+
+def panels_of(runs: Runs, style: Style, **options: Any) -> Callable[[str, str, str], Panel]:
+    """Returns ``panel(key, title, ylabel)``: an entry of the records against rounds. options: those of `by_round`."""
+    log = options.get("log", False)
+    return lambda key, title, ylabel: Panel(title, ylabel, by_round(runs, key, style, **options), log)
 
 
 @checked
@@ -99,14 +104,11 @@ def drift(records: Records, path: FilePath = None, *, style: AnyStyle = DEFAULT)
 
     records, path, style: as in `curves`. Raises ValueError if no round has any of these measures.
     """
-    runs = by_run(records)
-    squared = "Squared gradient norm"
+    panel = panels_of(by_run(records), style, log=True)
     panels = (
-        Panel("Period drift", squared, by_round(runs, "period_drift", style, log=True), log=True),
-        Panel(CLIENT_DRIFT, squared, by_round(runs, "client_drift", style, log=True), log=True),
-        Panel(
-            "Dissimilarity of gradients", "Dissimilarity", by_round(runs, "dissimilarity", style, log=True), log=True
-        ),
+        panel("period_drift", "Period drift", SQUARED),
+        panel("client_drift", CLIENT_DRIFT, SQUARED),
+        panel("dissimilarity", "Dissimilarity of gradients", "Dissimilarity"),
     )
     return finished(figure_of_panels("drift", panels, MEASURE.format("gradients"), style), path)
 
@@ -119,10 +121,10 @@ def updates(records: Records, path: FilePath = None, *, style: AnyStyle = DEFAUL
 
     records, path, style: as in `curves`. Raises ValueError if no round has these measures.
     """
-    runs = by_run(records)
+    panel = panels_of(by_run(records), style)
     panels = (
-        Panel("Norm of client updates", "Norm, mean of the cohort", by_round(runs, "update_norm", style)),
-        Panel("Cosine of client updates with their mean", "Cosine", by_round(runs, "update_cosine", style)),
+        panel("update_norm", "Norm of client updates", "Norm, mean of the cohort"),
+        panel("update_cosine", "Cosine of client updates with their mean", "Cosine"),
     )
     return finished(figure_of_panels("updates", panels, MEASURE.format("updates"), style), path)
 
@@ -158,10 +160,9 @@ def forgetting(records: Records, path: FilePath = None, *, style: AnyStyle = DEF
 
     records, path, style: as in `curves`. Raises ValueError if no round has this measure.
     """
-    runs = by_run(records)
-    ratio = "LP (local / global accuracy)"
+    panel, ratio = panels_of(by_run(records), style), "LP (local / global accuracy)"
     panels = [
-        Panel(f"Classes {title} the client", ratio, by_round(runs, key, style), guide=1, limits=(0, 3))
+        panel(key, f"Classes {title} the client", ratio)._replace(guide=1, limits=(0, 3))
         for title, key in (("present at", "lp_present"), ("absent from", "lp_absent"))
     ]
     return finished(figure_of_panels("forgetting", panels, MEASURE.format("forgetting"), style), path)
@@ -176,11 +177,11 @@ def sharpness(records: Records, path: FilePath = None, *, style: AnyStyle = DEFA
 
     records, path, style: as in `curves`. Raises ValueError if no round has any of these measures.
     """
-    runs = by_run(records)
+    panel = panels_of(by_run(records), style, entry=0)
     panels = (
-        Panel("Sharpness of the global model", "Largest eigenvalue", by_round(runs, "sharpness", style, entry=0)),
-        Panel("Sharpness of local models", "Largest eigenvalue", by_round(runs, "local_sharpness", style)),
-        Panel("Trace of the Hessian", "Trace", by_round(runs, "hessian_trace", style)),
+        panel("sharpness", "Sharpness of the global model", "Largest eigenvalue"),
+        panel("local_sharpness", "Sharpness of local models", "Largest eigenvalue"),
+        panel("hessian_trace", "Trace of the Hessian", "Trace"),
     )
     return finished(figure_of_panels("sharpness", panels, MEASURE.format("sharpness"), style), path)
 
@@ -198,10 +199,11 @@ def gain(records: Records, path: FilePath = None, *, style: AnyStyle = DEFAULT) 
         gains = np.concatenate([values[np.isfinite(values[:, -1]), -1] for _, values in seeds])
         median = f"median gain {np.median(gains):.2f}" if gains.size else ""
         renamed[", ".join(filter(None, (name, median)))] = runs[name]
+    variance = panels_of(renamed, style, log=True)
     panels = (
-        Panel("Kalman gain", "Gain", by_round(renamed, "gain", style)),
-        Panel("Period variance", "Variance", by_round(renamed, "period_variance", style, log=True), log=True),
-        Panel("Client variance", "Variance", by_round(renamed, "client_variance", style, log=True), log=True),
+        panels_of(renamed, style)("gain", "Kalman gain", "Gain"),
+        variance("period_variance", "Period variance", "Variance"),
+        variance("client_variance", "Client variance", "Variance"),
     )
     return finished(figure_of_panels("gain", panels, "pass the history of a run of fedeve", style), path)
 
@@ -235,8 +237,7 @@ def rounds_to_target(
       ValueError: the target is not a finite number, in 0..1 for an accuracy; or no round has the key.
     """
     runs, reached = by_run(records), reached_rounds(records, target, key, by)
-    notes = {name: divergence(runs[name]) for name in reached}
-    labels = bar_labels(notes)
+    labels = bar_labels({name: divergence(runs[name]) for name in reached})
     bars = height_of_bars(labels)
     figure = new_figure(7.5, 1.6 + bars, style, text=1.0 + bars)
     axes = figure.subplots()
@@ -339,11 +340,10 @@ def quadratics(
                 len(settings),
                 "pass an empty list for a setting in which it was not run",
             )
-    distance = "Distance to the optimum"
-    lines = [
-        from_round_one({name: numbers(f"errors[{name!r}]", of[i]) for name, of in errors.items()}, style)
-        for i in range(len(titles))
-    ]
-    panels = [Panel(title, distance, by_name, log=True) for title, by_name in zip(titles, lines, strict=True)]
+    panels = []
+    for i, title in enumerate(titles):
+        values = {name: numbers(f"errors[{name!r}]", of[i]) for name, of in errors.items()}
+        seeds = {name: [(range(1, len(y) + 1), y)] if len(y) else [] for name, y in values.items()}
+        panels.append(Panel(title, "Distance to the optimum", lines_of(seeds, style, log=True), log=True))
     fix = "pass {name: [distances after each round, for each title]}"
     return finished(figure_of_panels("quadratics", panels, fix, style), path)
