@@ -11,7 +11,7 @@ regimes of FedEve, Fig. 3b, and the authors' code.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,14 @@ from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.spec import Amount, checked
 
 
+class Described(TypedDict, total=False):
+    """What `FederatedData.from_partition` can be told about the inputs."""
+
+    mean: float | Sequence[float] | None
+    std: float | Sequence[float] | None
+    name: str
+
+
 @checked
 def drift_regimes(
     x: np.ndarray,
@@ -32,10 +40,7 @@ def drift_regimes(
     alpha: Amount,
     seed: int = 0,
     test: Pair | None = None,
-    *,
-    mean: float | Sequence[float] | None = None,
-    std: float | Sequence[float] | None = None,
-    name: str = "data",
+    **options: Unpack[Described],
 ) -> dict[str, FederatedData]:
     """Creates four federations from the same data set, one for each combination of drifts (FedEve, Fig. 3b).
 
@@ -55,7 +60,8 @@ def drift_regimes(
       num_clients: N.
       alpha: > 0; a small alpha gives a strong drift.
       seed: random seed of the partitions, >= 0.
-      test, mean, std, name: as in `FederatedData.from_partition`.
+      test: as in `FederatedData.from_partition`.
+      **options: ``mean``, ``std`` and ``name``, likewise.
 
     Raises:
       ValueError: the labels are not non-negative integers with one label per example, or there are fewer examples than
@@ -66,10 +72,7 @@ def drift_regimes(
         partition.iid(num_clients, seed),
         partition.dirichlet(num_clients, alpha, seed, prior="class", min_size=1),
     )
-    iid, uneven = (
-        FederatedData.from_partition(x, y, partitioner(y), test, mean=mean, std=std, name=name)
-        for partitioner in partitioners
-    )
+    iid, uneven = (FederatedData.from_partition(x, y, part(y), test, **options) for part in partitioners)
     return {"iid": iid, "period drift": uneven.redealt(), "client drift": iid.redealt(alpha), "both": uneven}
 
 

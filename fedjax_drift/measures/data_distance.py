@@ -79,11 +79,7 @@ def distances(
     0.5
     """
     counts = data.label_counts()
-    distance_of: dict[str, Distance] = {
-        "hellinger": hellinger,
-        "jensen_shannon": jensen_shannon,
-        "total_variation": total_variation,
-    }
+    distance_of: dict[str, Distance] = {of.__name__: of for of in (hellinger, jensen_shannon, total_variation)}
     if ground is not None:
         distance_of["earth_mover"] = earth_mover(checked_ground(ground, counts.shape[1]))
     features = None if embedding is None else embedded(data, embedding)
@@ -96,14 +92,8 @@ def distances(
         for name, distance in (distance_of.items() if steps else ())
     }
     of_clients = {name: distance(p, all_clients) for name, distance in distance_of.items()}
-    return Distances(
-        hellinger=of_clients["hellinger"],
-        jensen_shannon=of_clients["jensen_shannon"],
-        total_variation=of_clients["total_variation"],
-        earth_mover=of_clients.get("earth_mover"),
-        sliced_wasserstein=None if features is None else sliced_wasserstein(features, data.sizes, rng),
-        between=between,
-    )
+    sliced = None if features is None else sliced_wasserstein(features, data.sizes, rng)
+    return Distances(**({"earth_mover": None} | of_clients), sliced_wasserstein=sliced, between=between)
 
 
 def some_pairs(N: int, most: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -194,16 +184,12 @@ def embedded(data: FederatedData, embedding: Any) -> np.ndarray:
     if callable(embedding):
         checks.function("embedding", embedding, "it maps inputs to features", takes=1)
         parts = (slice(start, start + CHUNK // 64) for start in range(0, M, CHUNK // 64))
-        embedding = np.concatenate(
-            [checks.array("embedding(x)", embedding(data.decode(data.x[part]))) for part in parts]
-        )
+        rows = [checks.array("embedding(x)", embedding(data.decode(data.x[part]))) for part in parts]
+        embedding = np.concatenate(rows)
     features = checks.array("embedding", embedding)
     if features.ndim != 2 or len(features) != M:
-        checks.refuse(
-            f"embedding must be an array [M, F] with one row for each of the {M} training examples, or a function "
-            "that returns one row for each input",
-            list(features.shape),
-        )
+        one = f"one row for each of the {M} training examples, or a function that returns one row for each input"
+        checks.refuse(f"embedding must be an array [M, F] with {one}", list(features.shape))
     features = features.astype(float)
     if not np.isfinite(features).all():
         checks.refuse("embedding must be finite", "NaN or infinite features", "check the model")
