@@ -232,7 +232,7 @@ class Declared:
     def arguments(self) -> dict[str, Argument]:
         """By name, without those that declare nothing."""
         names = _names(self.of)
-        read = {name: _argument(_evaluated(p.annotation, names)) for name, p in self.signature.parameters.items()}
+        read = {name: argument(_evaluated(p.annotation, names)) for name, p in self.signature.parameters.items()}
         return {name: argument for name, argument in read.items() if argument.spec or argument.number}
 
     @functools.cached_property
@@ -298,7 +298,8 @@ def _checked_class(cls: Any) -> Any:
     return cls
 
 
-def _argument(annotation: Any) -> Argument:
+def argument(annotation: Any) -> Argument:
+    """What an annotation declares."""
     members = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
     notes = [note for member in members for note in getattr(member, "__metadata__", ())]
     allowed = tuple(word for member in members if get_origin(member) is Literal for word in get_args(member))

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import command_lines
 import jax
-import matplotlib
 import numpy as np
 import pytest
 from PIL import Image
 from scipy import stats
 
 import fedjax_drift as fd
-from fedjax_drift import cli, plots
-from fedjax_drift.cli import quickstart, render
+from fedjax_drift import cli
+from fedjax_drift.cli import commands, quickstart, render
+from fedjax_drift.cli.flags import Parser
+from fedjax_drift.cli.values import Reader
 
 TINY = ["run", "--dataset", "synthetic:num_clients=6,num_rows=20", "--cohort", "3", "--rounds", "2", "--no-progress"]
 
@@ -81,9 +82,8 @@ def test_run_compares_algorithms_and_its_command_reproduces_it(tmp_path, capsys)
             ["--algorithm", "fedavg", "--measure", "labels", "--measure-every", "3"],
             "must be in 1..2, the number of rounds, got 3",
         ),
-        (["--algorithm", "fedavg", "--redeal", "even"], "must be evenly or a number > 0, got 'even'"),
-        (["--algorithm", "fedavg", "--redeal", "0"], "must be evenly or a number > 0, got '0'"),
-        (["--algorithm", "fedavg", "--batch-size", "0"], "batch_size must be an integer >= 1, got 0"),
+        (["--algorithm", "fedavg", "--redeal", "even"], "must be evenly or a finite number > 0, got 'even'"),
+        (["--algorithm", "fedavg", "--batch-size", "0"], "argument --batch-size: must be an integer >= 1, got 0"),
         (["--algorithm", "fedavg", "--cohort", "7"], "in 1..6, got 7: the federation has 6 clients"),
         (["--algorithm", "fedavg", "--cohrt", "2"], "did you mean '--cohort'?"),
         (["--algorithm", "fedavg", "--rounds", "x"], "must be an integer >= 1, got 'x'"),
@@ -230,7 +230,7 @@ def test_several_seeds_and_a_target(tmp_path, capsys, monkeypatch):
     assert len((folder / "clients.csv").read_text().splitlines()) == 1 + 2 * 6  # the scores are means over the seeds
     for wrong, said in (
         (["--seeds", "2", "--on-nonfinite", "raise"], '--seeds 2: on_nonfinite must be "keep" or'),
-        (["--target", "97"], "must be an accuracy in 0..1, got '97': 0.97 for 97 %"),
+        (["--target", "97"], "must be an accuracy in 0..1, got 97: pass 0.97 for 97 %"),
         (["--target", "0.5", "--eval-every", "0"], "--target needs evaluations, got 0.5 with --eval-every 0"),
     ):
         assert cli.main([*TINY, "--algorithm", "fedavg", *wrong]) == 2
@@ -413,7 +413,7 @@ def test_tune_tries_as_many_settings_of_every_algorithm(tmp_path, capsys):
         (["--range", "lr=1"], "--range must be [NAME:]OPTION=LOW:HIGH[:linear], such as lr=0.01:1"),
         (["--range", "lr=0:1"], "shared['lr'] must have 0 < low <= high, or low <= high with log=False, got 0 and 1"),
         (["--range", "fedprox:nu=1:2"], "the option of --range fedprox:nu=1:2 must be one of 'mu'"),
-        (["--seeds", "1"], "must be an integer >= 2, got '1'"),
+        (["--seeds", "1"], "must be in 2..10000, got 1"),
     ):
         assert cli.main([*command, *wrong]) == 2 and said in capsys.readouterr().err
 
@@ -498,23 +498,6 @@ def test_the_data_command_lists_data_sets_and_plots_a_federation(tmp_path, capsy
     assert (tmp_path / "o" / "federation.png").stat().st_size > 10_000
 
 
-def test_plots_show_the_numbers_and_do_not_change_the_backend():
-    before = matplotlib.get_backend()
-    history = [{"round": t, "train_loss": 1 / t} | ({"accuracy": t / 10} if t % 2 == 0 else {}) for t in range(1, 5)]
-    accuracy, loss = plots.curves({"a": history, "b": history[:2]}).axes
-    assert accuracy.lines[0].get_xydata().tolist() == [[2, 20], [4, 40]]
-    assert loss.lines[1].get_xydata().tolist() == [[1, 1], [2, 0.5]]
-    with pytest.raises(ValueError, match="at least 1 round"):
-        plots.curves({"a": []})
-
-    clients = [(np.zeros((i + 1, 2), np.float32), np.full(i + 1, i % 3)) for i in range(120)]
-    mix, sizes = plots.federation(fd.FederatedData.from_clients(clients)).axes[:2]
-    share = mix.images[0].get_array()
-    assert share.shape == (50, 3) and (share.sum(axis=1) == 100).all()
-    assert sum(bar.get_height() for bar in sizes.patches) == 120
-    assert matplotlib.get_backend() == before
-
-
 def test_the_command_line_runs_as_a_module(tmp_path):
     def shell(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, "-m", "fedjax_drift.cli", *arguments], capture_output=True, text=True)
@@ -539,6 +522,31 @@ def test_a_broken_pipe_is_not_reported_as_bad_input(tmp_path, monkeypatch, capfd
     options = ["--dataset=synthetic:num_clients=3,num_rows=5", "--cohort=2", f"--output={tmp_path / 'out'}"]
     assert cli.main(["run", "--algorithm=fedavg", *options]) == 141
     assert "error" not in capfd.readouterr().err
+
+
+def flags_of_all_commands() -> list[tuple[str, str, Reader]]:
+    """The commands and the flags whose values are read as they are declared."""
+    found = []
+    for command, module in commands.COMMANDS.items():
+        module.add_flags(parser := Parser(prog=command))
+        found += [(command, a.option_strings[0], a.type) for a in parser._actions if isinstance(a.type, Reader)]
+    return found
+
+
+@pytest.mark.parametrize(("command", "flag", "read"), flags_of_all_commands(), ids=lambda value: str(value)[:30])
+def test_a_flag_reads_the_values_that_are_declared_and_names_itself_for_others(command, flag, read, capsys):
+    """Words that the command line does not know are refused before anything else, in one line."""
+    spec, words = read.argument.spec, {True: "yes", False: "no"}
+    for value in (*spec.right, *read.words):
+        if not isinstance(value, tuple):  # of a value for each client
+            assert read(words[value] if isinstance(value, bool) else str(value)) == value
+    wrong = [*map(str, spec.wrong), "nan", "", "sometimes", "--"]
+    for word in wrong if spec.kind != "path" else [""]:
+        assert cli.main([command, f"{flag}={word}"]) == 2
+        output, error = capsys.readouterr()
+        assert not output and error.count("\n") == 1, word
+        assert error.startswith(f"fedjax-drift: error: argument {flag}: ") or word == "--" and flag in error
+        assert "must be " in error or word in ("", "--"), error
 
 
 @pytest.mark.parametrize("step", [20, pytest.param(1, marks=pytest.mark.thorough)])

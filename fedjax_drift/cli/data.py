@@ -23,7 +23,7 @@ from fedjax_drift.cli.flags import DOWNLOAD, add_data
 from fedjax_drift.cli.output import add_output, output_folder
 from fedjax_drift.cli.parsed_run import load_data, partition_text, summary
 from fedjax_drift.cli.render import aligned, listing
-from fedjax_drift.cli.values import Spec
+from fedjax_drift.cli.values import Chosen
 from fedjax_drift.errors import ConfigurationError
 
 
@@ -51,7 +51,7 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     return lambda: _draw(data, partition_text(args), output)
 
 
-def _download(names: Sequence[Spec], data_dir: str | None) -> int:
+def _download(names: Sequence[Chosen], data_dir: str | None) -> int:
     """Downloads data sets, and prints where they are."""
     for name, options in ((spec.name, spec.options) for spec in names):
         path = str(fd.datasets.download(name, data_dir, **options))

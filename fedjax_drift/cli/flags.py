@@ -10,8 +10,8 @@ import functools
 import inspect
 import re
 import textwrap
-from collections.abc import Callable
-from typing import Annotated, Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import optax
@@ -19,7 +19,7 @@ import optax.contrib
 
 from fedjax_drift import checks, clock, compression, participation, shift, topology
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.cli.values import Choice, count, count0, local_path, readers, redeal, seed
+from fedjax_drift.cli.values import COUNT, COUNT_OR_ZERO, LOCAL_PATH, REDEAL, SEED, Choice, reader, readers
 from fedjax_drift.data import augment, partition
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.errors import ConfigurationError
@@ -32,8 +32,7 @@ from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.spec import Count, NonNegative, Positive, checked, integer
 
-SPEC = "NAME[:key=value,...]"
-SWITCH = {"auto": None, "yes": True, "no": False}  # the meaning of auto depends on the flag
+SWITCH = {"auto": None, "yes": True, "no": False}  # of --standardize
 DEFAULT_MODEL = {
     "synthetic": "linear", "glyphs": "lenet5", "dialogue": "decoder", "femnist": "lenet5", "mnist": "mnist_2nn",
     "fashion_mnist": "mnist_2nn", "emnist": "emnist_nn", "cifar10": "cifar_cnn", "cifar100": "cifar_cnn",
@@ -63,7 +62,7 @@ def trace(file: str, base: participation.Participation | None = None) -> partici
     """Returns `participation.trace` with the availability of a text file, one line of 0 and 1 per round."""
     available = numbers_in(file, "one line per round, with 0 or 1 for each client")
     if not np.isin(available, (0, 1)).all():
-        raise ConfigurationError(f"{file} must have 0 or 1 for each client, got {available.min()} to {available.max()}")
+        checks.refuse(f"{file} must have 0 or 1 for each client", f"{available.min()} to {available.max()}")
     return participation.trace(available.astype(bool), base)
 
 
@@ -73,9 +72,8 @@ def permute_labels(pairs: str, at: int = 0) -> shift.Shift:
         labels = [tuple(map(int, pair.split("-"))) for pair in str(pairs).split("+")]
         rounds = [int(t) for t in str(at).split("+")]
     except ValueError as error:
-        raise ConfigurationError(
-            f"pairs must be pairs of labels such as 0-7+1-2, and at rounds such as 50+100, got {pairs} and {at}"
-        ) from error
+        what = "pairs must be pairs of labels such as 0-7+1-2, and at rounds such as 50+100"
+        checks.refuse(what, f"{pairs} and {at}", cause=error)
     return shift.permute_labels(rounds, labels)
 
 
@@ -84,7 +82,7 @@ def mixture(weights: str, *shifts: shift.Shift) -> shift.Shift:
     try:
         numbers = [float(weight) for weight in str(weights).split("+")]
     except ValueError as error:
-        raise ConfigurationError(f"weights must be numbers such as 0.5+0.3+0.2, got {weights}") from error
+        checks.refuse("weights must be numbers such as 0.5+0.3+0.2", weights, cause=error)
     return shift.mixture(numbers, *shifts)
 
 
@@ -94,9 +92,7 @@ def numbers_in(file: str, content: str) -> np.ndarray:
     try:
         return np.loadtxt(path, ndmin=2)
     except (OSError, ValueError) as error:
-        raise ConfigurationError(
-            f"{path} must have {content}, got {checks.first_line(error)}: write it with numpy.savetxt"
-        ) from error
+        checks.refuse(f"{path} must have {content}", checks.first_line(error), "write it with numpy.savetxt", error)
 
 
 PARTITIONS = (
@@ -114,34 +110,15 @@ SHIFTS = (
 )  # fmt: skip
 
 
-def groups(number: int, every: int = 1) -> Callable[[int], topology.Topology]:
-    """Returns the function of the number of clients that makes `topology.groups`, as those below do.
-
-    Client i belongs to edge server i mod ``number``.
-    """
-    return lambda N: topology.groups(np.arange(N) % number, every)
+def groups(N: int, number: int, every: int = 1) -> topology.Topology:
+    """Returns `topology.groups`, in which client i belongs to edge server i mod ``number``."""
+    return topology.groups(np.arange(N) % number, every)
 
 
-def torus(rows: int, columns: int) -> Callable[[int], topology.Topology]:
-    return lambda N: topology.graph(topology.torus(rows, columns))
-
-
-def erdos_renyi(p: float, seed: int = 0) -> Callable[[int], topology.Topology]:
-    return lambda N: topology.graph(topology.erdos_renyi(N, p, seed))
-
-
-def without_options(matrix: Callable[[int], np.ndarray]) -> Callable[[], Callable[[int], topology.Topology]]:
-    """Returns the factory of the graphs with such a mixing matrix."""
-    return lambda: lambda N: topology.graph(matrix(N))
-
-
-GRAPHS = (topology.ring, topology.exponential, topology.one_peer, topology.complete)
-TOPOLOGIES = {
-    "star": lambda: lambda N: topology.star(),
-    **{factory.__name__: factory for factory in (groups, torus, erdos_renyi)},
-    **{matrix.__name__: without_options(matrix) for matrix in GRAPHS},
-}
-
+TOPOLOGIES = (  # or the mixing matrix of a graph of N clients
+    topology.star, groups, topology.torus, topology.erdos_renyi, topology.ring, topology.exponential,
+    topology.one_peer, topology.complete,
+)  # fmt: skip
 CODECS = (
     compression.top_k, compression.random_k, compression.qsgd, compression.sign, compression.drive, compression.cast,
     compression.none,
@@ -194,20 +171,25 @@ def warmup_cosine(
     return optax.warmup_cosine_decay_schedule(0.0, init_value, warmup, decay_steps, end_value)
 
 
-SCHEDULES: dict[str, Callable[..., Any]] = {"cosine": cosine, "step": step, "warmup_cosine": warmup_cosine}
+def choice(factories: Sequence[Callable[..., Any]], *hidden: str) -> Choice:
+    """Reads the name of one of the factories, with options. hidden: parameters that are no options."""
+    return Choice({factory.__name__: factory for factory in factories}, hidden)
+
+
 DOWNLOAD = "download"  # the word before the names of data sets to download
-DATASET = Choice(DATASETS, hidden=("request",))
-PARTITION = Choice({factory.__name__: factory for factory in PARTITIONS}, hidden=("num_clients", "seed", "size_sigma"))
-MODEL = Choice(MODELS, hidden=("input_shape", "sizes"))
-TRAIN = Choice(TRAINED, hidden=("model", "base", "frozen_dtype"))
-OPTIMIZER = Choice(OPTIMIZERS, hidden=("mu_dtype",))
-SCHEDULE = Choice(SCHEDULES, hidden=("init_value",))
-PARTICIPATION = Choice({factory.__name__: factory for factory in RULES}, hidden=("base", "phases"))
-SHIFT = Choice({factory.__name__: factory for factory in SHIFTS}, hidden=("shift", "shifts", "of"))
-CODEC = Choice({factory.__name__: factory for factory in CODECS})
-TOPOLOGY = Choice(TOPOLOGIES)
-CLOCK = Choice({factory.__name__: factory for factory in (clock.synchronous, clock.asynchronous)})
-AUGMENT = Choice({"crop_and_flip": augment.crop_and_flip})
+DATASET = Choice(DATASETS, ("request",))
+PARTITION = choice(PARTITIONS, "num_clients", "seed", "size_sigma")
+MODEL = Choice(MODELS, ("input_shape", "sizes"))
+TRAIN = Choice(TRAINED, ("model", "base", "frozen_dtype"))
+OPTIMIZER = Choice(OPTIMIZERS, ("mu_dtype",))
+SCHEDULE = choice((cosine, step, warmup_cosine), "init_value")
+PARTICIPATION = choice(RULES, "base", "phases")
+SHIFT = choice(SHIFTS, "shift", "shifts", "of")
+CODEC = choice(CODECS)
+TOPOLOGY = choice(TOPOLOGIES, "N")
+CLOCK = choice((clock.synchronous, clock.asynchronous))
+AUGMENT = choice((augment.crop_and_flip,))
+ALGORITHM = Choice(ALGORITHMS)
 
 
 class Parser(argparse.ArgumentParser):
@@ -231,12 +213,16 @@ class Parser(argparse.ArgumentParser):
         self.error(f"unknown argument {word!r}{checks.nearest(word.partition('=')[0], flags) or fix}")
 
 
-def add(
-    group: Any, flag: str, metavar: str | None, text: str, read: Callable = str, default: Any = None, **options: Any
-) -> None:
+def add(group: Any, flag: str, text: str, read: Callable = str, default: Any = None, **options: Any) -> None:
     """Adds a flag with a value. ``read(word)`` returns the value. options: of argparse's add_argument."""
+    options.setdefault("metavar", getattr(read, "metavar", "X" if read is float else None))
     text += "" if default is None else f" (default: {default})"
-    group.add_argument(flag, metavar=metavar, type=read, default=default, help=text.replace("%", "%%"), **options)
+    group.add_argument(flag, type=read, default=default, help=text.replace("%", "%%"), **options)
+
+
+def add_switch(group: Any, flag: str, text: str) -> None:
+    """Adds a flag without a value."""
+    group.add_argument(flag, action="store_true", help=text)
 
 
 def add_parameters(group: Any, of: Callable, *names: str, optional: bool = False) -> None:
@@ -252,11 +238,11 @@ def add_parameters(group: Any, of: Callable, *names: str, optional: bool = False
     known, parameters = readers(of), inspect.signature(of).parameters
     for flag, _, argument in (each.partition("=") for each in names or known):
         name = argument or flag
-        read, default = known[name], parameters[name].default
+        default = parameters[name].default
         text = re.sub(r"None(?: \(default\))?:", "Default:", texts.get(name, ""))
         given = None if optional or default is inspect.Parameter.empty else default
         text = text.replace(f" Default: {given}.", "").rstrip(".")  # `add` says it
-        add(group, f"--{flag.replace('_', '-')}", read.metavar, text, read, given)
+        add(group, f"--{flag.replace('_', '-')}", text, known[name], given)
 
 
 def needs(args: argparse.Namespace, flag: str, other: str, example: str) -> None:
@@ -264,101 +250,100 @@ def needs(args: argparse.Namespace, flag: str, other: str, example: str) -> None
     value, needed = (getattr(args, name[2:].replace("-", "_")) for name in (flag, other))
     if value is not None and value is not False and not needed:
         given = "none" if value is True else f"{value} without it"
-        raise ConfigurationError(f"{flag} needs {other}, got {given}: {example}")
+        checks.refuse(f"{flag} needs {other}", given, example)
 
 
 # fmt: off
 def add_data(group: Any, required: bool) -> None:
     """Adds the flags of the data set and its partition."""
-    text = f"one of {', '.join(DATASETS)}. With options, for example: glyphs:num_writers=500, synthetic:alpha=1,beta=1"
+    text = f"one of {DATASET}. With options, for example: glyphs:num_writers=500, synthetic:alpha=1,beta=1"
     if required:
-        add(group, "--dataset", SPEC, text, DATASET, required=True)
+        add(group, "--dataset", text, DATASET, required=True)
     else:
-        add(group, "dataset", SPEC, f"{text}. After the word {DOWNLOAD}, one or more of them",
-            lambda word: word if word == DOWNLOAD else DATASET(word), nargs="*")
-    add(group, "--partition", "PARTITIONER",
+        add(group, "dataset", f"{text}. After the word {DOWNLOAD}, one or more of them",
+            lambda word: word if word == DOWNLOAD else DATASET(word), metavar=DATASET.metavar, nargs="*")
+    add(group, "--partition",
         "how the data are partitioned into clients: iid, dirichlet:ALPHA (smaller ALPHA is more heterogeneous), "
         "dirichlet:ALPHA:prior=class, shards:S (each client gets S blocks of the examples sorted by label), classes:K "
         "(each client has exactly K labels), distribution:FILE (the weights of the labels, one line per client) or "
         "by_writer. iid and dirichlet take the sizes of the clients, as in iid:sizes=linear (or square, exponential, "
         "or numbers as in 100+200+300). Default: the natural clients of glyphs, femnist, shakespeare, synthetic, "
         "movielens and dialogue, otherwise iid", PARTITION)
-    add(group, "--clients", "N", "number of clients of a partition (default: 100)", count)
-    add(group, "--size-sigma", "SIGMA", "standard deviation of the logarithm of the client sizes, for iid and "
-        "dirichlet (default: 0, equal sizes)", float)
-    add(group, "--imbalance", "FACTOR", "leave out training examples before the partition, such that the sizes of the "
+    add(group, "--clients", "number of clients of a partition (default: 100)", COUNT)
+    add(group, "--size-sigma", "standard deviation of the logarithm of the client sizes, for iid and "
+        "dirichlet (default: 0, equal sizes)", float, metavar="SIGMA")
+    add(group, "--imbalance", "leave out training examples before the partition, such that the sizes of the "
         "classes decrease exponentially, and the last class has 1 / FACTOR of those of the first (default: none are "
-        "left out; 100 is usual)", float)
-    add(group, "--data-dir", "DIR",
-        "folder of the data files (default: $FEDJAX_DRIFT_DATA, the cache, tensorflow-datasets)", local_path)
-    add(group, "--standardize", None, "whether images are standardized with the mean and standard deviation of the "
-        "data set, or scaled to [0, 1]. auto means no for femnist and glyphs, and yes for other images", str, "auto",
-        choices=SWITCH)
-    add(group, "--validation", "SHARE", "hold out this share of each client's training examples. They replace the "
-        "test set (default: none are held out)", float)
-    add(group, "--seed", "N", "random seed of the data, the partition, the cohorts and the initial model", seed, 0)
-    add(group, "--data-seed", "N", "random seed of the data and the partition (default: --seed)", seed)
+        "left out; 100 is usual)", float, metavar="FACTOR")
+    add(group, "--data-dir",
+        "folder of the data files (default: $FEDJAX_DRIFT_DATA, the cache, tensorflow-datasets)", LOCAL_PATH)
+    add(group, "--standardize", "whether images are standardized with the mean and standard deviation of the "
+        "data set, or scaled to [0, 1]. auto means no for femnist and glyphs, and yes for other images",
+        reader(Literal["auto", "yes", "no"]), "auto")
+    add(group, "--validation", "hold out this share of each client's training examples. They replace the "
+        "test set (default: none are held out)", float, metavar="SHARE")
+    add(group, "--seed", "random seed of the data, the partition, the cohorts and the initial model", SEED, 0)
+    add(group, "--data-seed", "random seed of the data and the partition (default: --seed)", SEED)
 
 
 def add_run(parser: argparse.ArgumentParser) -> Any:
     """Adds the flags of a simulation and of its execution. Returns the last group of flags."""
     add_data(parser.add_argument_group("data"), required=True)
     group = parser.add_argument_group("simulation")
-    add(group, "--algorithm", SPEC, f"one of {', '.join(ALGORITHMS)}. The options are the arguments of "
+    add(group, "--algorithm", f"one of {ALGORITHM}. The options are the arguments of "
         "fd.algorithms.NAME, for example fedprox:mu=0.01. Give --algorithm several times to compare algorithms on the "
-        "same data, cohorts and initial model", Choice(ALGORITHMS), action="append", required=True)
+        "same data, cohorts and initial model", ALGORITHM, action="append", required=True)
     defaults = ", ".join(f"{model} for {dataset}" for dataset, model in DEFAULT_MODEL.items())
-    add(group, "--model", SPEC, f"one of {', '.join(MODELS)} (default: {defaults})", MODEL)
-    group.add_argument("--cosine", action="store_true",
-                       help="use a classifier whose logits are cosines, as lfd requires")
-    add(group, "--train", SPEC,
+    add(group, "--model", f"one of {MODEL} (default: {defaults})", MODEL)
+    add_switch(group, "--cosine", "use a classifier whose logits are cosines, as lfd requires")
+    add(group, "--train",
         "train a part of the model: lora:rank=8,where=kernel,whole=classifier trains adapters of rank 8 for the "
         "matrices whose path matches `where`, and the parameters that match `whole`; trainable:classifier trains the "
         "parameters that match. The other parameters are those of --init, or random (default: train the whole model)",
         TRAIN)
-    add(group, "--init", "FILE", "npz or safetensors file with the initial parameters (default: random)", local_path)
-    add(group, "--rounds", "N", "number of rounds", count, 50)
-    add(group, "--cohort", "K", "clients per round", count, 10)
-    add(group, "--participation", SPEC, f"the rule that selects the clients of a round, one of "
-        f"{', '.join(PARTICIPATION.factories)}, for example cyclic:groups=4. The options are the arguments of "
+    add(group, "--init", "npz or safetensors file with the initial parameters (default: random)", LOCAL_PATH)
+    add(group, "--rounds", "number of rounds", COUNT, 50)
+    add(group, "--cohort", "clients per round", COUNT, 10)
+    add(group, "--participation", f"the rule that selects the clients of a round, one of "
+        f"{PARTICIPATION}, for example cyclic:groups=4. The options are the arguments of "
         "fd.participation.NAME; importance, schedule and trace take file=FILE, a text file with an array. Give a rule "
         "of availability and a second rule after it, such as --participation cyclic:groups=4 --participation by_size, "
         "to select from the available clients with the second (default: uniform)", PARTICIPATION, action="append")
-    add(group, "--sampling", "NAME", "uniform or bernoulli: short for --participation", str, "uniform")
-    add(group, "--redeal", "evenly|ALPHA",
+    add(group, "--sampling", "uniform or bernoulli: short for --participation", str, "uniform")
+    add(group, "--redeal",
         "in every round, pool the examples of the cohort and redistribute them. evenly: all clients of a cohort get "
         "about the same labels, so only period drift remains. ALPHA: the examples of each label are split by "
-        "Dirichlet(ALPHA); with --partition iid only client drift remains", redeal)
-    add(group, "--shift", SPEC, f"change the features or the labels of the examples by client or round, one of "
-        f"{', '.join(SHIFT.factories)}, for example rotate:degrees=45. The options are the arguments of fd.shift.NAME; "
+        "Dirichlet(ALPHA); with --partition iid only client drift remains", REDEAL, metavar="evenly|ALPHA")
+    add(group, "--shift", f"change the features or the labels of the examples by client or round, one of "
+        f"{SHIFT}, for example rotate:degrees=45. The options are the arguments of fd.shift.NAME; "
         "permute_labels takes pairs=0-7+1-2. Give --shift several times for several shifts, one after another. sudden, "
         "gradual and recurring apply to all shifts after them, and domains and mixture choose one of those after them, "
         "as in --shift sudden:at=50 --shift permute_labels:pairs=0-7", SHIFT, action="append")
-    add(group, "--shift-test", "NAME", "with --shift, evaluate on the test set of the present round, on that of the "
-        "first, or on both", str, "present", choices=("present", "first", "both"))
-    add(group, "--compress", SPEC, f"send the clients' messages through a codec, one of {', '.join(CODEC.factories)}, "
+    add(group, "--shift-test", "with --shift, evaluate on the test set of the present round, on that of the "
+        "first, or on both", reader(Literal["present", "first", "both"]), "present")
+    add(group, "--compress", f"send the clients' messages through a codec, one of {CODEC}, "
         "for example top_k:fraction=0.01. The options are the arguments of fd.compression.NAME (default: none)", CODEC)
     add_parameters(group, compression.compressed, "error_feedback")
-    add(group, "--downlink", SPEC, "send the model to the clients through a codec, one of those of --compress "
+    add(group, "--downlink", "send the model to the clients through a codec, one of those of --compress "
         "(default: none)", CODEC)
-    add(group, "--network", SPEC, f"who averages with whom, one of {', '.join(TOPOLOGY.factories)}: one server; "
+    add(group, "--network", f"who averages with whom, one of {TOPOLOGY}: one server; "
         "groups:number=8,every=5, edge servers that a cloud averages every 5 rounds; or a graph of all clients, with "
         "--cohort the number of clients (default: star)", TOPOLOGY)
     group = parser.add_argument_group("local training of every client")
     add_parameters(group, LocalTraining)
-    add(group, "--lr-schedule", SPEC, "learning rate of round t, which begins at --lr: one of "
-        f"{', '.join(SCHEDULES)}, for example cosine:decay_steps=500 or step:every=100 (default: --lr-decay)", SCHEDULE)
-    add(group, "--optimizer", SPEC, "optax optimizer of the clients, instead of SGD with momentum: one of "
-        f"{', '.join(OPTIMIZERS)}. Its state is reset in every round", OPTIMIZER)
-    add(group, "--augment", SPEC, "train on random variants of the images: one of "
-        f"{', '.join(AUGMENT.factories)}; options are those of fd.augment.NAME", AUGMENT)
+    add(group, "--lr-schedule", "learning rate of round t, which begins at --lr: one of "
+        f"{SCHEDULE}, for example cosine:decay_steps=500 or step:every=100 (default: --lr-decay)", SCHEDULE)
+    add(group, "--optimizer", "optax optimizer of the clients, instead of SGD with momentum: one of "
+        f"{OPTIMIZER}. Its state is reset in every round", OPTIMIZER)
+    add(group, "--augment", "train on random variants of the images: one of "
+        f"{AUGMENT}; options are those of fd.augment.NAME", AUGMENT)
     add_parameters(group, Simulation, "on_nonfinite")
     unit = "A deadline of 1 is the time of a client of mean size on a device of median speed."
     group = parser.add_argument_group("client failures", textwrap.fill(unit, 76))
     add_parameters(group, Failures)
     unit = "With a speed or asynchronous rounds, --speed-spread is that of the devices, and --deadline is in seconds."
     group = parser.add_argument_group("virtual time", textwrap.fill(unit, 76))
-    add(group, "--clock", SPEC, "synchronous, or asynchronous:concurrency=M, with which M clients train at the same "
+    add(group, "--clock", "synchronous, or asynchronous:concurrency=M, with which M clients train at the same "
         "time and the server is updated with every K reports. The options are the arguments of fd.clock.asynchronous "
         "(default: synchronous)", CLOCK)
     add_parameters(group, clock.Devices, "seconds_per_step", "up", "down", optional=True)
@@ -373,14 +358,13 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     group.add_argument("--measure", action="extend", type=lambda text: text.split(","), default=[],
                        metavar="NAME[,NAME...]", help=f"{measures}. They are computed while the clients train; for "
                        '"gradients" they train a second time')
-    add(group, "--measure-every", "N", "rounds between measurements (default: 1)", count)
+    add(group, "--measure-every", "rounds between measurements (default: 1)", COUNT)
     group = parser.add_argument_group("execution")
-    add(group, "--eval-every", "N", "rounds between evaluations on the test set, 0: never", count0, 1)
-    add(group, "--devices", "N", "number of CPU devices of a process (default: one per core; with --distributed, 1). "
-        "No effect on a GPU", count)
+    add(group, "--eval-every", "rounds between evaluations on the test set, 0: never", COUNT_OR_ZERO, 1)
+    add(group, "--devices", "number of CPU devices of a process (default: one per core; with --distributed, 1). "
+        "No effect on a GPU", COUNT)
     add_parameters(group, Placement, "devices_per_client", "lanes", "stream", "bank")
-    group.add_argument("--bfloat16", action="store_true",
-                       help="compute the networks in bfloat16; parameters stay float32")
+    add_switch(group, "--bfloat16", "compute the networks in bfloat16; parameters stay float32")
     parser.set_defaults(participation=[], shift=[])
     return group
 # fmt: on

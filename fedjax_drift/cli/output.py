@@ -18,8 +18,8 @@ import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift import checks
-from fedjax_drift.cli.flags import add
-from fedjax_drift.cli.values import count, count0, local_path
+from fedjax_drift.cli.flags import add, add_switch
+from fedjax_drift.cli.values import COUNT, COUNT_OR_ZERO, LOCAL_PATH
 from fedjax_drift.disk import replacing
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.records import By, by_seed
@@ -28,20 +28,20 @@ from fedjax_drift.run_folder import CONFIG
 
 def add_output(group: Any, progress: bool = True) -> None:
     """Adds the flags of the output. The time of the command names the folder."""
-    add(group, "--output", "DIR", "new or empty folder for the results (default: runs/NAME-DATE-TIME)", local_path)
-    group.add_argument("--force", action="store_true", help="write into DIR even if it contains files")
+    add(group, "--output", "new or empty folder for the results (default: runs/NAME-DATE-TIME)", LOCAL_PATH)
+    add_switch(group, "--force", "write into the folder of --output even if it contains files")
     if progress:
-        group.add_argument("--no-progress", action="store_true", help="no progress bars")
+        add_switch(group, "--no-progress", "no progress bars")
     group.set_defaults(started=int(time.time()))
 
 
 def add_checkpoints(group: Any, what: str, keep: int) -> None:
     """Adds the flags of the checkpoints. what: is resumed. keep: the default number of checkpoints."""
-    add(group, "--resume", "OUTPUT", f"resume the {what} in this folder; see below", local_path)
-    add(group, "--checkpoint-every", "N", "rounds between checkpoints (default: only --checkpoint-seconds)", count)
-    add(group, "--checkpoint-seconds", "S", "seconds between checkpoints; the last round is always saved", float, 60.0)
-    add(group, "--keep", "K", "number of newest checkpoints to keep, in addition to the best one; 0: write no "
-        "checkpoints", count0, keep)  # fmt: skip
+    add(group, "--resume", f"resume the {what} in this folder; see below", LOCAL_PATH, metavar="OUTPUT")
+    add(group, "--checkpoint-every", "rounds between checkpoints (default: only --checkpoint-seconds)", COUNT)
+    add(group, "--checkpoint-seconds", "seconds between checkpoints; the last round is always saved", float, 60.0)
+    text = "number of newest checkpoints to keep, in addition to the best one; 0: write no checkpoints"
+    add(group, "--keep", text, COUNT_OR_ZERO, keep)
 
 
 def command_of(output: Path) -> str:

@@ -18,9 +18,9 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from fedjax_drift import checks, compression, reprs, shift
+from fedjax_drift import checks, compression, reprs, shift, topology
 from fedjax_drift.cli.flags import DEFAULT_MODEL, MODEL, PARTITION, SWITCH, Parser, add_run, flags_of_run, needs
-from fedjax_drift.cli.values import LOCAL, Spec, readers
+from fedjax_drift.cli.values import LOCAL, Chosen, readers
 from fedjax_drift.clock import Devices
 from fedjax_drift.data import datasets, movielens, partition
 from fedjax_drift.data.federated import FederatedData
@@ -33,15 +33,14 @@ from fedjax_drift.models import num_parameters
 from fedjax_drift.models.pretrained import load_params
 from fedjax_drift.round import aggregation
 from fedjax_drift.round.failures import Failures
-from fedjax_drift.round.sources import Source
 from fedjax_drift.run_folder import file_name
 from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.spec import FRACTION, NONNEGATIVE
 from fedjax_drift.storage.checkpoint import versions
-from fedjax_drift.types import Algorithm, Needs, Params
+from fedjax_drift.types import Needs, Params
 
-BANKS = readers(Placement)["bank"].others  # values of --bank that are not folders
+BANKS = readers(Placement)["bank"].words  # values of --bank that are not folders
 # Flags that the settings have under another name, or in a group. All others are entries of the settings.
 GROUPED = (
     *LOCAL, *readers(Failures), "lr_schedule", "optimizer", "augment", "seconds_per_step", "up", "down", "algorithm",
@@ -119,7 +118,7 @@ def _words_of(value: Any) -> Any:
     """The value of a flag in the settings: of a name with options, the word on the command line."""
     if isinstance(value, list):
         return [_words_of(each) for each in value]
-    return value.text if isinstance(value, Spec) else str(value) if isinstance(value, Path) else value
+    return value.text if isinstance(value, Chosen) else str(value) if isinstance(value, Path) else value
 
 
 def _words(words: Any) -> list[str]:
@@ -128,12 +127,10 @@ def _words(words: Any) -> list[str]:
         try:
             return shlex.split(words)
         except ValueError as error:
-            raise ConfigurationError(f"words must be options of fedjax-drift run, got {words!r}: {error}") from error
+            checks.refuse("words must be options of fedjax-drift run", repr(words), str(error), error)
     if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
-        raise ConfigurationError(
-            f"words must be a string or a list of strings, got {checks.shown(words)}: "
-            'pass "--dataset mnist --algorithm fedavg", for example'
-        )
+        fix = 'pass "--dataset mnist --algorithm fedavg", for example'
+        checks.refuse("words must be a string or a list of strings", checks.shown(words), fix)
     return list(words)
 
 
@@ -143,23 +140,20 @@ def use_devices(number: int | None) -> None:
         use_cpu_devices(number)
     except RuntimeError as error:
         if number is not None:
-            raise ConfigurationError(f"--devices must be set before JAX starts, got {number}: leave it out") from error
+            checks.refuse("--devices must be set before JAX starts", number, "leave it out", error)
 
 
-def algorithm_specs(args: argparse.Namespace) -> list[Spec]:
+def algorithm_specs(args: argparse.Namespace) -> list[Chosen]:
     """Returns the algorithms. Raises ConfigurationError if two of them have the same text or folder."""
     names = [spec.text for spec in args.algorithm]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigurationError(
-                f"--algorithm must have a different value each time, got {name!r} {names.count(name)} times"
-            )
+            checks.refuse("--algorithm must have a different value each time", f"{name!r} {names.count(name)} times")
         same = [other for other in names if file_name(other).casefold() == file_name(name).casefold()]
         if len(same) > 1:
-            raise ConfigurationError(
-                f"--algorithm must have values with different folders, got {' and '.join(same)}, whose models would "
-                f"both be in {file_name(name)}: write a number in another way, such as 0.1, or use two runs"
-            )
+            got = f"{' and '.join(same)}, whose models would both be in {file_name(name)}"
+            fix = "write a number in another way, such as 0.1, or use two runs"
+            checks.refuse("--algorithm must have values with different folders", got, fix)
     return args.algorithm
 
 
@@ -176,25 +170,25 @@ def assemble(
     specs, values = algorithm_specs(args), dict(values or {})
     numbers = {name: values.pop(name, getattr(args, name)) for name in LOCAL}
     optimizer, augment = args.optimizer and _optimizer(args.optimizer), args.augment and args.augment.make()
-    lr = numbers["lr"]
-    if args.lr_schedule is not None:
-        numbers["lr"] = args.lr_schedule.using(init_value=lr).make()
-    local = LocalTraining(**numbers, optimizer=optimizer, augment=augment)
+    schedule = args.lr_schedule and {"lr": args.lr_schedule.using(init_value=numbers["lr"]).make()}
+    local = LocalTraining(**numbers | (schedule or {}), optimizer=optimizer, augment=augment)
     algorithms = {}
     for spec in specs:
         try:
-            algorithms[spec.text] = _compressed(args, spec._replace(options=spec.options | values).make())
+            algorithm = spec._replace(options=spec.options | values).make()
+            if args.compress is not None:
+                algorithm = compression.compressed(algorithm, args.compress.make(), args.error_feedback)
         except ValueError as error:
             raise ConfigurationError(f"algorithm {spec.text}: {error}") from error
+        algorithms[spec.text] = algorithm
     measure_every = _measure_every(args)
     data = load_data(args) if data is None else data
     model_spec = _model_spec(args, data)
     model = model_spec.make()
     for name, algorithm in algorithms.items():
         if Needs.of(algorithm.requires).cosine and not model.cosine:
-            raise ConfigurationError(
-                f"{name} needs a model whose logits are cosines, got {model_spec.name} without: add --cosine"
-            )
+            what = f"{name} needs a model whose logits are cosines"
+            checks.refuse(what, f"{model_spec.name} without", "add --cosine")
     params = None if args.init is None else load_params(model, args.init)
     trained, part = model.computing_in(jnp.bfloat16) if args.bfloat16 else model, None
     if args.train is not None:
@@ -202,30 +196,21 @@ def assemble(
         trained, params = args.train.using(base=params, frozen_dtype=frozen_dtype).make(trained), None
         base = None if mesh is not None else trained.frozen[0].checksum  # a plan needs no parameters
         part = {"name": args.train.name, **args.train.options, "parameters": num_parameters(trained), "base": base}
-    failures = {name: getattr(args, name) for name in readers(Failures)}
-    names = ("on_nonfinite", "measure", "lanes", "devices_per_client", "stream")
-    timing = _timing(args)
-    failures |= {"speed_spread": 0.0} if "devices" in timing else {}
-    options: dict[str, Any] = failures | _participation(args) | {name: getattr(args, name) for name in names} | timing
-    options |= {"aggregation": _aggregation(args), "sources": _sources(args)}
-    if args.network is not None:
-        options["topology"] = args.network.make()(data.num_clients)
-    simulations = {
-        name: Simulation(
-            trained,
-            data,
-            algorithm,
-            local=local,
-            cohort_size=args.cohort,
-            mesh=mesh,
-            **options,
-            bank=args.bank if args.bank in BANKS else os.path.join(args.bank, file_name(name)),
-        )  # fmt: skip
-        for name, algorithm in algorithms.items()
-    }
+    names = (*readers(Failures), "on_nonfinite", "measure", "lanes", "devices_per_client", "stream")
+    options = {name: getattr(args, name) for name in names} | _participation(args) | _timing(args)
+    devices = options.get("devices")
+    options |= {"speed_spread": 0.0} if devices else {}  # it is one of `Devices` then
+    options |= {"aggregation": _aggregation(args), "topology": _topology(args, data.num_clients)}
+    options["sources"] = [] if args.downlink is None else [compression.downlink(args.downlink.make())]
+    simulations = {}
+    for name, algorithm in algorithms.items():
+        bank = args.bank if args.bank in BANKS else os.path.join(args.bank, file_name(name))
+        simulations[name] = Simulation(
+            trained, data, algorithm, local=local, cohort_size=args.cohort, mesh=mesh, bank=bank, **options
+        )
     first = next(iter(simulations.values()))
-    settings = {name: _words_of(getattr(args, name)) for name in flags_of_run() if name not in GROUPED}
-    settings |= {
+    texts = {flag: _words_of(getattr(args, flag)) for flag in flags_of_run()}
+    settings = {flag: text for flag, text in texts.items() if flag not in GROUPED} | {
         "dataset": {"name": args.dataset.name, **args.dataset.options},
         "partition": partition_text(args),
         "source": datasets.locate(args.dataset.name, args.data_dir, **args.dataset.options),
@@ -234,15 +219,11 @@ def assemble(
         "train": part,
         "init": None if args.init is None else os.path.abspath(args.init),
         "algorithms": {spec.text: {"name": spec.name, **spec.defaults, **spec.options} for spec in specs},
-        "local": vars(local)
-        | {"lr": lr, "lr_schedule": args.lr_schedule and args.lr_schedule.text}
-        | {"optimizer": args.optimizer and args.optimizer.text, "augment": args.augment and args.augment.text},
+        "local": vars(local) | {"lr": numbers["lr"]} | {k: texts[k] for k in ("lr_schedule", "optimizer", "augment")},
         "cohort_size": args.cohort,
         "redeal": data.redeal,
-        "failures": failures,
-        "speeds": {name: value for name, value in vars(timing["devices"]).items() if value < math.inf}
-        if "devices" in timing
-        else None,
+        "failures": {name: options[name] for name in readers(Failures)},
+        "speeds": devices and {name: value for name, value in vars(devices).items() if value < math.inf},
         "aggregation": first.aggregation.name,
         "measure": {"names": args.measure, "every": measure_every},
         "data_seed": data_seed(args),
@@ -253,20 +234,8 @@ def assemble(
         "processes": jax.process_count(),
         "versions": versions()
         | {"numpy": np.__version__, "python": platform.python_version(), "platform": platform.platform()},
-    }  # fmt: skip
+    }
     return ParsedRun(simulations, data, params, settings, args.rounds, args.eval_every, measure_every, args.seed)
-
-
-def _sources(args: argparse.Namespace) -> list[Source]:
-    """The sources of drift that are no other options of `Simulation`: the codec of --downlink."""
-    return [] if args.downlink is None else [compression.downlink(args.downlink.make())]
-
-
-def _compressed(args: argparse.Namespace, algorithm: Algorithm) -> Algorithm:
-    """The algorithm with the codec of --compress."""
-    if args.compress is None:
-        return algorithm
-    return compression.compressed(algorithm, args.compress.make(), args.error_feedback)
 
 
 def load_data(args: argparse.Namespace) -> FederatedData:
@@ -276,15 +245,12 @@ def load_data(args: argparse.Namespace) -> FederatedData:
         dataset.name, _partition(args), args.data_dir, seed=seed, standardize=standardize, **dataset.options
     )
     if standardize and data.mean is None:
-        raise ConfigurationError(
-            f"--standardize yes needs images with a mean and a standard deviation, got {dataset.name}: leave it out"
-        )
+        what = "--standardize yes needs images with a mean and a standard deviation"
+        checks.refuse(what, dataset.name, "leave it out")
     if args.validation is not None:
         if dataset.name == "movielens":
-            raise ConfigurationError(
-                "--validation must be left out for movielens, whose test examples are ranked in groups, got "
-                f"{args.validation}"
-            )
+            what = "--validation must be left out for movielens, whose test examples are ranked in groups"
+            checks.refuse(what, args.validation)
         data = data.with_validation(args.validation, seed)
     if getattr(args, "per_client", False) and data.test_sizes is None:  # only the command run has --per-client
         data = data.with_client_tests(seed)
@@ -294,12 +260,12 @@ def load_data(args: argparse.Namespace) -> FederatedData:
     return data.shifted(_shift(shifts), args.shift_test, seed) if shifts else data
 
 
-def _shift(specs: Sequence[Spec]) -> shift.Shift:
+def _shift(specs: Sequence[Chosen]) -> shift.Shift:
     """The shift that the flags describe. A shift over time applies to those after it."""
     spec, *rest = specs
     takes = spec.defaults.keys() & {"shift", "shifts"}
     if takes and not rest:
-        raise ConfigurationError(f"--shift {spec.text} needs a shift after it, got none: add --shift rotate:degrees=45")
+        checks.refuse(f"--shift {spec.text} needs a shift after it", "none", "add --shift rotate:degrees=45")
     if "shift" in takes:
         return spec._replace(options=spec.options | {"shift": _shift(rest)}).make()
     if "shifts" in takes:
@@ -323,22 +289,20 @@ def _partition(args: argparse.Namespace) -> Partition | None:
     """Returns the partition, or None for the natural clients of a data set."""
     if datasets.RECORDS[args.dataset.name].by_writer:
         why = f"{args.dataset.name} has natural clients, so add --partition iid, for example"
-        needs(args, "--clients", "--partition", why)
-        needs(args, "--size-sigma", "--partition", why)
-        needs(args, "--imbalance", "--partition", why)
+        for flag in ("--clients", "--size-sigma", "--imbalance"):
+            needs(args, flag, "--partition", why)
         if args.partition is None:
             return None
     spec, clients, sigma = args.partition or PARTITION("iid"), args.clients, args.size_sigma
     for flag, option, value in (("--clients", "num_clients", clients), ("--size-sigma", "size_sigma", sigma)):
         if value is not None and option not in spec.defaults:
-            raise ConfigurationError(
-                f"{flag} has no effect on {spec.name}, got {value}: leave it out, or use --partition dirichlet:ALPHA"
-            )
+            fix = "leave it out, or use --partition dirichlet:ALPHA"
+            checks.refuse(f"{flag} has no effect on {spec.name}", value, fix)
     recipe = spec.using(num_clients=clients or 100, seed=data_seed(args), size_sigma=sigma or 0.0).make()
     return recipe if args.imbalance is None else partition.long_tailed(recipe, args.imbalance, data_seed(args))
 
 
-def _model_spec(args: argparse.Namespace, data: FederatedData) -> Spec:
+def _model_spec(args: argparse.Namespace, data: FederatedData) -> Chosen:
     """Returns the model with all its options: those of the data, of the data set and of --model."""
     highest = max(int(y.max()) for y in (data.y, data.y_test) if y is not None)
     classes = max(datasets.num_classes(args.dataset.name, **args.dataset.options), highest + 1)
@@ -352,7 +316,12 @@ def _model_spec(args: argparse.Namespace, data: FederatedData) -> Spec:
     return spec.using(**known)
 
 
-def _optimizer(given: Spec) -> optax.GradientTransformation:
+def _topology(args: argparse.Namespace, N: int) -> topology.Topology | None:
+    made = args.network and args.network.using(N=N).make()
+    return topology.graph(made) if isinstance(made, np.ndarray) else made
+
+
+def _optimizer(given: Chosen) -> optax.GradientTransformation:
     """Returns the optimizer. optax does not check its options."""
     for name, value in given.options.items():
         if not isinstance(value, bool):
@@ -369,7 +338,7 @@ def _aggregation(args: argparse.Namespace) -> aggregation.Aggregation | None:
         return None if args.clip_updates is None else aggregation.clipped(args.clip_updates)
     if args.restart_every is not None:
         if args.target_quantile is not None:
-            raise ConfigurationError("--target-quantile must be left out with --restart-every, got both: give one")
+            checks.refuse("--target-quantile must be left out with --restart-every", "both", "give one")
         return aggregation.private_ftrl(args.clip_updates, args.noise_multiplier, args.restart_every)
     return aggregation.private(args.clip_updates, args.noise_multiplier, args.target_quantile)
 
@@ -379,15 +348,14 @@ def _participation(args: argparse.Namespace) -> dict[str, Any]:
     if not args.participation:
         return {"sampling": args.sampling}
     if args.sampling != "uniform":
-        raise ConfigurationError(f"--sampling is short for --participation, got both, with {args.sampling}: give one")
+        checks.refuse("--sampling is short for --participation", f"both, with {args.sampling}", "give one")
     *outer, spec = args.participation
     rule = spec.make()
     for spec in reversed(outer):
         if "base" not in spec.defaults:
-            raise ConfigurationError(
-                f"--participation {spec.text} selects a cohort, so no other rule can follow it, got "
-                f"{args.participation[-1].text}: give a rule of availability first, such as cyclic:groups=4"
-            )
+            what = f"--participation {spec.text} selects a cohort, so no other rule can follow it"
+            fix = "give a rule of availability first, such as cyclic:groups=4"
+            checks.refuse(what, args.participation[-1].text, fix)
         rule = spec._replace(options=spec.options | {"base": rule}).make()
     return {"participation": rule}
 
@@ -405,10 +373,8 @@ def _timing(args: argparse.Namespace) -> dict[str, Any]:
 def _measure_every(args: argparse.Namespace) -> int:
     needs(args, "--measure-every", "--measure", f"add --measure with one or more of {','.join(MEASURES)}")
     if (args.measure_every or 1) > args.rounds:
-        raise ConfigurationError(
-            f"--measure-every must be in 1..{args.rounds}, the number of rounds, got {args.measure_every}: use a "
-            "smaller number"
-        )
+        what = f"--measure-every must be in 1..{args.rounds}, the number of rounds"
+        checks.refuse(what, args.measure_every, "use a smaller number")
     return args.measure_every or 1
 
 

@@ -31,24 +31,22 @@ import fedjax_drift as fd
 from fedjax_drift import checks
 from fedjax_drift.cli.flags import PARTITION, add, add_run
 from fedjax_drift.cli.parsed_run import assemble, load_data
-from fedjax_drift.cli.values import count
+from fedjax_drift.cli.values import COUNT
 from fedjax_drift.data.datasets import RECORDS
 from fedjax_drift.simulation.plan import TooLargeError
 
 SHAPES = {name: record.shape for name, record in RECORDS.items() if record.shape}  # of images
 
 
+# fmt: off
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --topology DEVICES[,DEVICES...] --dataset NAME --algorithm NAME [options]"
     group = add_run(parser)
-    add(
-        group, "--topology", "DEVICES[,DEVICES...]", "TPU slices, such as v5e:4x4 (16 chips) or v6e:16x16, and GPUs: "
-        "h100 is one, h100:8 a host with 8, h100:2x8 two such hosts; a100, a100-40gb, h200 and b200 likewise",
-    )  # fmt: skip
-    add(
-        group, "--rows-per-client", "N", "number of training examples of each client. The data set is then not read; "
-        "only the shape of its images or texts is used", count,
-    )  # fmt: skip
+    add(group, "--topology", "TPU slices, such as v5e:4x4 (16 chips) or v6e:16x16, and GPUs: h100 is one, h100:8 a "
+        "host with 8, h100:2x8 two such hosts; a100, a100-40gb, h200 and b200 likewise", metavar="DEVICES[,DEVICES...]")
+    add(group, "--rows-per-client", "number of training examples of each client. The data set is then not read; only "
+        "the shape of its images or texts is used", COUNT)
+# fmt: on
 
 
 def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:

@@ -21,7 +21,7 @@ from fedjax_drift.cli import run
 from fedjax_drift.cli.flags import Parser, add
 from fedjax_drift.cli.output import add_output
 from fedjax_drift.cli.render import wrap, wrapped_command
-from fedjax_drift.cli.values import count, seed
+from fedjax_drift.cli.values import COUNT, SEED
 
 # The model is logistic regression, as in the experiments of SCAFFOLD (section 7). The result is the same with all
 # learning rates that were tried.
@@ -45,10 +45,10 @@ Next steps: change the command above, for example with --partition iid (similar 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [options]"
-    add(parser, "--clients", "N", "number of clients", count, 50)
-    add(parser, "--cohort", "K", "clients per round (default: 10, or all if there are fewer)", count)
-    add(parser, "--rounds", "N", "number of rounds of each algorithm", count, 60)
-    add(parser, "--seed", "N", "random seed of the digits, the partition, the cohorts and the initial model", seed, 0)
+    add(parser, "--clients", "number of clients", COUNT, 50)
+    add(parser, "--cohort", "clients per round (default: 10, or all if there are fewer)", COUNT)
+    add(parser, "--rounds", "number of rounds of each algorithm", COUNT, 60)
+    add(parser, "--seed", "random seed of the digits, the partition, the cohorts and the initial model", SEED, 0)
     add_output(parser)
 
 

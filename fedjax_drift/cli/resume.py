@@ -14,7 +14,7 @@ from fedjax_drift import checks
 from fedjax_drift.cli.flags import Parser
 from fedjax_drift.cli.output import command_of, resume_words
 from fedjax_drift.cli.parsed_run import BANKS
-from fedjax_drift.cli.values import local_path
+from fedjax_drift.cli.values import LOCAL_PATH
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.disk import unused
 from fedjax_drift.simulation import sweep
@@ -43,7 +43,7 @@ def resumed(argv: Sequence[str]) -> tuple[Sequence[str], Path | None]:
     if command not in RESUMED or not any(word.partition("=")[0] == "--resume" for word in argv):
         return argv, None
     parser = Parser(prog=f"fedjax-drift {command}", add_help=False)
-    parser.add_argument("--resume", type=local_path, required=True)
+    parser.add_argument("--resume", type=LOCAL_PATH, required=True)
     args, changes = parser.parse_known_args(argv[1:])
     for flag in (word.partition("=")[0] for word in changes if word.startswith("--")):
         if flag not in RESUMED[command]:

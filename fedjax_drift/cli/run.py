@@ -54,27 +54,28 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift import checks
-from fedjax_drift.cli.flags import add, add_run, needs
+from fedjax_drift.cli.flags import add, add_run, add_switch, needs
 from fedjax_drift.cli.output import add_checkpoints, add_output, output_folder, resume_words, write_results, written
 from fedjax_drift.cli.parsed_run import BANKS, ParsedRun, algorithm_specs, assemble, use_devices
 from fedjax_drift.cli.render import clients_table, heading, show_error, table, wrap, wrapped_command
 from fedjax_drift.cli.resume import Restored, absolute_paths, restored
-from fedjax_drift.cli.values import accuracy, count, number_of_seeds, processes
+from fedjax_drift.cli.values import ACCURACY, COUNT, processes, reader
 from fedjax_drift.devices.processes import first_does
 from fedjax_drift.disk import lock_folder, replace_file
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.records import UNITS
+from fedjax_drift.records import By
 from fedjax_drift.run_folder import CONFIG, MODEL, file_name, model_file
 from fedjax_drift.simulation.progress import watched
 from fedjax_drift.simulation.sweep import check_sweepable
 from fedjax_drift.simulation.until import Until, has_ended
+from fedjax_drift.spec import integer
 from fedjax_drift.track import IDS, TRACKERS, needs_tracker
 from fedjax_drift.types import Record
 
@@ -83,30 +84,31 @@ from fedjax_drift.types import Record
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s --dataset NAME --algorithm NAME [options]\n       %(prog)s --resume OUTPUT"
     group = add_run(parser)
-    add(group, "--distributed", "HOST:PORT,P,I", "run as one of several processes that are started with the same "
+    add(group, "--distributed", "run as one of several processes that are started with the same "
         "command, for example by srun or mpirun. Without such a launcher, pass the address of the first process, the "
-        "number of processes P, and the index I (0..P-1) of this process", processes, nargs="?", const=(None,) * 3)
+        "number of processes P, and the index I (0..P-1) of this process", processes, metavar="HOST:PORT,P,I",
+        nargs="?", const=(None,) * 3)
     add_output(group)
-    add(group, "--seeds", "N", "number of seeds; the seeds are SEED to SEED + N - 1. A seed changes the cohorts and "
+    add(group, "--seeds", "number of seeds; the seeds are SEED to SEED + N - 1. A seed changes the cohorts and "
         "the initial model, but not the partition. All seeds run in one program. Tables and plots show "
-        "the mean over seeds and its 95 % confidence interval", number_of_seeds, 1)
-    add(group, "--target", "ACCURACY",
-        "target accuracy in 0..1: report and plot the first round that reaches this accuracy", accuracy)
-    add(group, "--by", "UNIT", "what --target, the tables and curves.png count: round, time (virtual seconds) or "
-        "megabytes (sent and received by the clients)", str, "round", choices=UNITS)
-    add(group, "--until-time", "S", "end a run at the first evaluation after S virtual seconds", float)
-    add(group, "--until-megabytes", "MB", "end a run at the first evaluation after the clients have exchanged so many "
+        "the mean over seeds and its 95 % confidence interval", reader(Annotated[int, integer(1, 10_000)]), 1)
+    add(group, "--target", "target accuracy in 0..1: report and plot the first round that reaches this accuracy",
+        ACCURACY, metavar="ACCURACY")
+    add(group, "--by", "what --target, the tables and curves.png count: round, time (virtual seconds) or "
+        "megabytes (sent and received by the clients)", reader(By), "round")
+    add(group, "--until-time", "end a run at the first evaluation after so many virtual seconds", float)
+    add(group, "--until-megabytes", "end a run at the first evaluation after the clients have exchanged so many "
         "megabytes", float)
-    group.add_argument("--stop-at-target", action="store_true", help="end a run when it reaches the target accuracy")
-    add(group, "--patience", "N", "end a run after N evaluations without a better accuracy (without accuracies: loss). "
-        "With --validation, they are evaluations on held-out training examples", count)
-    add(group, "--track", "TRACKER", f"send every round to a tracker, one of {', '.join(TRACKERS)}. It writes to the "
+    add_switch(group, "--stop-at-target", "end a run when it reaches the target accuracy")
+    add(group, "--patience", "end a run after N evaluations without a better accuracy (without accuracies: loss). "
+        "With --validation, they are evaluations on held-out training examples", COUNT)
+    add(group, "--track", f"send every round to a tracker, one of {', '.join(TRACKERS)}. It writes to the "
         "output folder, unless WANDB_MODE or MLFLOW_TRACKING_URI is set. Each algorithm and seed is a tracked run. "
-        "Give --track several times for several trackers", str, action="append", choices=[*TRACKERS])
+        "Give --track several times for several trackers", metavar="TRACKER", action="append",
+        choices=[*TRACKERS])
     group.add_argument("--tensorboard", dest="track", action="append_const", const="tensorboard",
                        help="short for --track tensorboard")
-    group.add_argument(
-        "--per-client", action="store_true", help="at the end, evaluate the global model and the client's own model on "
+    add_switch(group, "--per-client", "at the end, evaluate the global model and the client's own model on "
         "each client's own test data. The own model is that of the algorithm (ditto, fedper), otherwise the global "
         "model after one epoch on the client's training data. If the data have one common test set, it is split: each "
         "client gets test data with the label mix of its training data. With several seeds the mean is reported")
@@ -191,9 +193,7 @@ def start(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[.
     output = args.resume or output_folder(args, args.dataset.name, *(spec.name for spec in algorithm_specs(args)))
     earlier = json.loads((output / CONFIG).read_text()) if args.resume else {}
     if args.rounds < earlier.get("rounds", 1):
-        raise ConfigurationError(
-            f"--rounds must be at least {earlier['rounds']}, as in the resumed run, got {args.rounds}"
-        )
+        checks.refuse(f"--rounds must be at least {earlier['rounds']}, as in the resumed run", args.rounds)
     _check(args)
     if not args.distributed:
         use_devices(args.devices)
@@ -236,18 +236,13 @@ def _check(args: argparse.Namespace) -> None:
     """Checks the options that only this command has."""
     needs(args, "--stop-at-target", "--target", "add --target 0.98, for example")
     if args.seeds > 1 and args.distributed:
-        raise ConfigurationError(
-            f"--seeds must be 1 with --distributed, got {args.seeds}: leave one of the two options out"
-        )
+        checks.refuse("--seeds must be 1 with --distributed", args.seeds, "leave one of the two options out")
     for flag, value in (("--target", args.target), ("--patience", args.patience)):
         if value is not None and not args.eval_every:
-            raise ConfigurationError(
-                f"{flag} needs evaluations, got {value} with --eval-every 0: leave --eval-every 0 out"
-            )
+            checks.refuse(f"{flag} needs evaluations", f"{value} with --eval-every 0", "leave --eval-every 0 out")
     if args.resume and not args.keep:
-        raise ConfigurationError(
-            f"--resume needs checkpoints, got {args.resume}, a run with --keep 0: start it again from the beginning"
-        )
+        got = f"{args.resume}, a run with --keep 0"
+        checks.refuse("--resume needs checkpoints", got, "start it again from the beginning")
     for tracker in args.track or ():
         needs_tracker(tracker)
 
@@ -262,9 +257,8 @@ def _check_simulations(args: argparse.Namespace, simulations: Iterable[fd.Simula
             raise ConfigurationError(f"--seeds {args.seeds}: {error}") from error
         bank = Path(sim.bank)
         if sim.bank not in BANKS and not args.resume and bank.exists() and (not bank.is_dir() or any(bank.iterdir())):
-            raise ConfigurationError(
-                f"--bank must be a new or empty folder, got {args.bank}, which has {bank}: choose another folder"
-            )
+            got = f"{args.bank}, which has {bank}"
+            checks.refuse("--bank must be a new or empty folder", got, "choose another folder")
 
 
 def _until(args: argparse.Namespace) -> Until | None:

@@ -36,9 +36,8 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 
@@ -49,10 +48,11 @@ from fedjax_drift.cli.output import add_checkpoints, add_output, output_folder, 
 from fedjax_drift.cli.parsed_run import algorithm_specs, assemble, load_data, use_devices
 from fedjax_drift.cli.render import wrap, wrapped_command
 from fedjax_drift.cli.resume import absolute_paths
-from fedjax_drift.cli.values import LOCAL, Spec, count
+from fedjax_drift.cli.values import COUNT, LOCAL, Chosen, reader
 from fedjax_drift.disk import lock_folder, replace_file
 from fedjax_drift.run_folder import CONFIG, file_name
 from fedjax_drift.simulation.sweep import check_sweepable
+from fedjax_drift.spec import integer
 from fedjax_drift.tuning import Range
 
 LR = Range(0.01, 1.0)  # the learning rates without --range lr=LOW:HIGH
@@ -70,14 +70,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     group = add_run(parser)
     add_output(group)
-    add(
-        group, "--range", "[NAME:]OPTION=LOW:HIGH[:linear]", "a range of an option of local training, such as "
-        "lr=0.01:1, or of a hyper-parameter of the algorithm NAME, such as fedprox:mu=1e-4:1. Give it several times "
-        "for several options", action="append",
-    )  # fmt: skip
-    add(group, "--settings", "N", "number of settings of each algorithm", count, 8)
-    several = partial(count, lowest=2, highest=10_000)
-    add(group, "--seeds", "N", "number of seeds of each setting, at least 2", several, len(fd.tuning.SEEDS))
+    text = (
+        "a range of an option of local training, such as lr=0.01:1, or of a hyper-parameter of the algorithm NAME, "
+        "such as fedprox:mu=1e-4:1. Give it several times for several options"
+    )
+    add(group, "--range", text, metavar="[NAME:]OPTION=LOW:HIGH[:linear]", action="append")
+    add(group, "--settings", "number of settings of each algorithm", COUNT, 8)
+    several = reader(Annotated[int, integer(2, 10_000)])
+    add(group, "--seeds", "number of seeds of each setting, at least 2", several, len(fd.tuning.SEEDS))
     add_checkpoints(parser.add_argument_group("checkpoints"), "tuning", keep=1)
 
 
@@ -144,7 +144,7 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
     return work
 
 
-def _scored(output: Path, specs: Sequence[Spec]) -> dict[str, list[dict[str, Any]]]:
+def _scored(output: Path, specs: Sequence[Chosen]) -> dict[str, list[dict[str, Any]]]:
     """Returns the settings and scores of the algorithms that an earlier process has tuned."""
     if not (output / FILE).exists():
         return {}
@@ -159,7 +159,7 @@ def _scores(
     args: argparse.Namespace,
     data: fd.FederatedData,
     params: Any,
-    spec: Spec,
+    spec: Chosen,
     settings: Sequence[dict[str, float]],
     saved: Path,
 ) -> list[dict[str, Any]] | None:
@@ -188,7 +188,7 @@ def _scores(
     return [{"setting": setting, "score": scores[different.index(setting)]} for setting in settings]
 
 
-def ranges(texts: Sequence[str], specs: Sequence[Spec]) -> tuple[dict[str, Range], dict[str, dict[str, Range]]]:
+def ranges(texts: Sequence[str], specs: Sequence[Chosen]) -> tuple[dict[str, Range], dict[str, dict[str, Range]]]:
     """Returns the ranges of the options of local training, and for each algorithm those of its hyper-parameters."""
     shared, own = {"lr": LR}, {spec.text: dict[str, Range]() for spec in specs}
     for text in texts:
@@ -220,7 +220,7 @@ def table(scored: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def commands(
-    argv: Sequence[str], specs: Sequence[Spec], scored: Mapping[str, Sequence[Mapping[str, Any]]]
+    argv: Sequence[str], specs: Sequence[Chosen], scored: Mapping[str, Sequence[Mapping[str, Any]]]
 ) -> Iterator[list[str]]:
     """Yields the command `run` with the best setting of each algorithm. argv: the words of the command `tune`."""
     tuned = {name for results in scored.values() for result in results for name in result["setting"] if name in LOCAL}

@@ -1,4 +1,4 @@
-"""How the values of flags are read: counts, accuracies, and names with options such as fedprox:mu=0.1.
+"""How the values of flags are read: those that are declared, and names with options such as fedprox:mu=0.1.
 
 A function that reads a value raises ArgumentTypeError. argparse puts the name of the flag before its message.
 """
@@ -7,68 +7,79 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import math
 import re
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from fedjax_drift import checks
 from fedjax_drift.checks import listed, nearest
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
-from fedjax_drift.spec import Declared
+from fedjax_drift.spec import GIVEN_PATH, Argument, Declared, Positive, Spec, argument, integer
 
-YES_NO = {"yes": True, "no": False}
-
-
-def yes_no(word: str) -> bool:
-    """Reads yes or no."""
-    if word not in YES_NO:
-        raise ValueError
-    return YES_NO[word]
-
-
-# How a word becomes a value of a kind, its metavar, and what it may be.
-READ: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "number": (float, "X", "a number"), "speeds": (float, "X", "a number"), "integer": (int, "N", "an integer"),
-    "flag": (yes_no, "yes|no", "yes or no"), "word": (str, "", ""), "path": (str, "PATH", ""),
+READ: dict[str, tuple[Callable[[str], Any], str]] = {  # how a word becomes a value of a kind, and its metavar
+    "number": (float, "X"), "speeds": (float, "X"), "integer": (int, "N"), "word": (str, ""), "path": (str, "PATH"),
+    "flag": ({"yes": True, "no": False}.__getitem__, "yes|no"),
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the value of a declared argument from a word. `Simulation` and its parts check its range."""
+    """Reads a value from a word, as it is declared: a number, for example, or a word that is allowed besides."""
 
     kind: str
-    others: tuple[str, ...]  # the words that are allowed besides, such as auto
+    argument: Argument
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return self.argument.words
 
     @property
     def metavar(self) -> str:
-        return "|".join(filter(None, (*self.others, READ[self.kind][1])))
+        return "|".join(filter(None, (*self.words, READ[self.kind][1])))
 
     def __call__(self, word: str) -> Any:
-        read, _, allowed = READ[self.kind]
+        if word in self.words:
+            return word
+        value: Any = word
+        with contextlib.suppress(ValueError, KeyError):
+            value = READ[self.kind][0](word)
         try:
-            return word if word in self.others else read(word)
-        except ValueError:
-            raise ArgumentTypeError(f"must be {' or '.join((*self.others, allowed))}, got {word!r}") from None
+            return self.argument.check("", value)
+        except ConfigurationError as error:
+            message = str(error).strip().replace("True or False", "yes or no")
+            if not self.argument.fix and "must be one of" not in message:  # neither names the words
+                message = message.replace("must be ", "must be " + "".join(f"{each} or " for each in self.words), 1)
+            raise ArgumentTypeError(message) from None
+
+
+def reader(declaration: Any) -> Reader:
+    """How a value of this declaration, such as `spec.Count`, is read."""
+    declared = argument(declaration)
+    assert declared.spec is not None
+    return Reader(declared.spec.kind, declared)
 
 
 def readers(of: Callable[..., Any]) -> dict[str, Reader]:
     """How the arguments of a class or a function are read whose values can be written as words, so that they can be
     flags."""
     declared = Declared(of).arguments.items()
-    return {name: Reader(each.spec.kind, each.words) for name, each in declared if each.spec and each.spec.kind in READ}
+    return {name: Reader(each.spec.kind, each) for name, each in declared if each.spec and each.spec.kind in READ}
 
 
 LOCAL = tuple(readers(LocalTraining))
+COUNT = reader(Annotated[int, integer(1, 2**31 - 1)])
+COUNT_OR_ZERO = reader(Annotated[int, integer(0, 2**31 - 1)])
+SEED = reader(Annotated[int, integer(0, 2**32 - 1)])
+REDEAL = reader(Positive | Literal["evenly"])
+ACCURACY = reader(Annotated[float, Spec(lambda name, value, fix: checks.target(name, value, "accuracy"), "number")])
+LOCAL_PATH = reader(Annotated[Path, GIVEN_PATH])
 
 
-class Spec(NamedTuple):
+class Chosen(NamedTuple):
     """A value such as fedprox:mu=0.1, with the factory of this name."""
 
     text: str
@@ -81,7 +92,7 @@ class Spec(NamedTuple):
         """The parameters of the factory, with their default values."""
         return {name: parameter.default for name, parameter in inspect.signature(self.factory).parameters.items()}
 
-    def using(self, **options: Any) -> Spec:
+    def using(self, **options: Any) -> Chosen:
         """Adds those of the options that the factory has and the text does not."""
         known = self.defaults
         return self._replace(options={k: v for k, v in options.items() if k in known} | self.options)
@@ -102,13 +113,17 @@ class Choice:
 
     factories: Mapping[str, Callable[..., Any]]
     hidden: tuple[str, ...] = ()
+    metavar = "NAME[:key=value,...]"
+
+    def __str__(self) -> str:
+        return ", ".join(self.factories)
 
     def known(self, name: str) -> dict[str, inspect.Parameter]:
         """Returns the options of a factory."""
         parameters = inspect.signature(self.factories[name]).parameters
         return {key: parameter for key, parameter in parameters.items() if key not in self.hidden}
 
-    def __call__(self, text: str) -> Spec:
+    def __call__(self, text: str) -> Chosen:
         name, *items = [part for part in re.split("[:,]", text) if part] or [""]
         if name not in self.factories:
             similar = nearest(name, self.factories)
@@ -130,7 +145,7 @@ class Choice:
         if missing := [key for key, p in known.items() if p.default is p.empty and key not in options]:
             example = ",".join(f"{key}=VALUE" for key in missing)
             raise ArgumentTypeError(f"{name} needs {' and '.join(missing)}, got {text!r}: write {name}:{example}")
-        return Spec(text, name, self.factories[name], options)
+        return Chosen(text, name, self.factories[name], options)
 
 
 def _option(text: str, default: Any) -> Any:
@@ -150,51 +165,6 @@ def plain(text: str) -> bool | int | float | str | None:
         with contextlib.suppress(ValueError):
             return kind(text)
     return text
-
-
-def count(text: str, lowest: int = 1, highest: int = 2**31 - 1) -> int:
-    """Reads an integer in lowest..highest."""
-    if not re.fullmatch(r"[+-]?\d+", text) or int(text) < lowest:
-        raise ArgumentTypeError(f"must be an integer >= {lowest}, got {text!r}")
-    if int(text) > highest:
-        raise ArgumentTypeError(f"must be at most {highest}, got {text!r}")
-    return int(text)
-
-
-count0 = partial(count, lowest=0)
-number_of_seeds = partial(count, highest=10_000)
-seed = partial(count, lowest=0, highest=2**32 - 1)
-
-
-def redeal(text: str) -> float | str:
-    """Reads evenly, or alpha > 0."""
-    if text != "evenly" and not 0 < _number(text) < math.inf:
-        raise ArgumentTypeError(f"must be evenly or a number > 0, got {text!r}")
-    return text if text == "evenly" else float(text)
-
-
-def accuracy(text: str) -> float:
-    """Reads an accuracy in 0..1."""
-    value = _number(text)
-    if not 0 < value <= 1:
-        hint = f": {value / 100:g} for {value:g} %" if 1 < value <= 100 else ""
-        raise ArgumentTypeError(f"must be an accuracy in 0..1, got {text!r}{hint}")
-    return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
-def local_path(text: str) -> Path:
-    """Reads the path of a file or a folder."""
-    try:
-        return checks.path("", text)
-    except ConfigurationError as error:
-        raise ArgumentTypeError(str(error).strip()) from error
 
 
 def processes(text: str) -> tuple[str, int, int]:
