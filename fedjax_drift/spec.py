@@ -33,7 +33,6 @@ import numpy as np
 from fedjax_drift import checks
 
 C = TypeVar("C", bound=Callable)
-EMPTY = inspect.Parameter.empty
 
 
 @dataclass(frozen=True)
@@ -220,15 +219,6 @@ class Declared:
         return inspect.signature(self.of)
 
     @functools.cached_property
-    def _simple(self) -> tuple[dict[str, Any], list[str]] | None:
-        """The defaults, and the names of positional arguments. None if there is an argument with a star."""
-        parameters = self.signature.parameters.values()
-        if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.POSITIONAL_ONLY) for p in parameters):
-            return None
-        positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-        return {p.name: p.default for p in parameters}, positional
-
-    @functools.cached_property
     def arguments(self) -> dict[str, Argument]:
         """By name, without those that declare nothing."""
         names = _names(self.of)
@@ -242,12 +232,6 @@ class Declared:
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """All arguments by name, with the defaults."""
-        if self._simple is not None:  # as `inspect.Signature.bind`, which takes ten times as long
-            defaults, positional = self._simple
-            given = defaults | dict(zip(positional, args, strict=False)) | kwargs
-            fits = len(args) <= len(positional) and kwargs.keys().isdisjoint(positional[: len(args)])
-            if fits and len(given) == len(defaults) and not any(value is EMPTY for value in given.values()):
-                return given
         try:
             bound = self.signature.bind(*args, **kwargs)
         except TypeError:
@@ -260,8 +244,6 @@ class Declared:
         """Checks all arguments, and calls the function with them."""
         declared = self.arguments
         values = {n: declared[n].check(n, value) if n in declared else value for n, value in given.items()}
-        if self._simple is not None:
-            return self.of(**values)
         bound = inspect.BoundArguments(self.signature, values)  # type: ignore[arg-type]
         return self.of(*bound.args, **bound.kwargs)
 

@@ -237,14 +237,14 @@ def test_the_code_of_the_tables_uses_only_public_names(file):
 # --- resuming ---------------------------------------------------------------------------------------------------------
 
 
-def interrupted(sweep, rounds: list[int], at: int | None = None):
-    """Returns a sweep that appends its recorded rounds to ``rounds``. It raises SIGINT when it first records ``at``."""
+def interrupted(sweep, rounds: list[int], at: int | None = None, number: int = signal.SIGINT):
+    """Returns a sweep that appends its rounds to ``rounds``, and raises a signal when it first records ``at``."""
 
     def swept(*arguments, **options):
         def on_round(seed, setting, record):
             rounds.append(record["round"])
             if rounds.count(at) == 1 and record["round"] == at:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
 
         return sweep(*arguments, on_round=on_round, **options)
 

@@ -1,6 +1,7 @@
 """Tests that plots show the numbers of the histories that they are given."""
 
 import json
+from pathlib import Path
 
 import matplotlib
 import matplotlib.colors
@@ -132,17 +133,6 @@ def test_the_style_selects_window_band_and_size(tmp_path):
     _, axes, _ = drawn({"a": seeds}, band=None)
     assert not axes.collections and "band" not in axes.get_xlabel()
     assert drawn({"a": seeds}, figsize=(5, 3))[0].get_size_inches().tolist() == [5, 3]
-    wrong = {
-        "smooth": (0, 1.5, False, "off"),
-        "band": ("std", 1),
-        "figsize": (3, (3,), (3, 0), "ab", (1, float("nan"))),
-    }
-    for name, values in wrong.items():
-        for value in values:
-            with pytest.raises(ValueError, match=rf"{name}(\[1\])? must be .*, got "):
-                Style(**{name: value})
-    with pytest.raises(ValueError, match=r"style must be of type Style, got 3: pass fd.plots.Style"):
-        plots.curves(seeds[0], style=3)
 
 
 def test_a_run_that_diverges_is_named_and_does_not_flatten_the_others():
@@ -159,8 +149,6 @@ def test_a_run_that_diverges_is_named_and_does_not_flatten_the_others():
     assert plots.curves(bad).legends[0].get_texts()[0].get_text() == "diverged in round 12"  # a run without a name
     ticks = plots.rounds_to_target({"bad": bad}, 0.9).axes[0].get_yticklabels()
     assert ticks[0].get_text() == "bad (diverged in round 12)"
-    with pytest.raises(ValueError, match="round with finite values, got none: a diverged in round 1; lower the learn"):
-        plots.curves({"a": [{"round": 1, "train_loss": float("inf")}]})
 
     huge = [r | {"train_loss": r["train_loss"] * (1e9 if r["round"] > 12 else 1)} for r in good]
     _, loss = plots.curves({"good": good, "huge": huge, "also": good}).axes
@@ -225,15 +213,6 @@ def test_curves_show_chosen_entries_with_their_labels():
     ).axes
     assert first.get_ylabel() == "Perplexity" and points(first.lines[0]) == [[2, 8], [4, 7]]
     assert second.get_ylabel() == "Exact match" and points(second.lines[0]) == [[2, 0.1], [4, 0.2]]
-    for wrong, message in (
-        ({}, "y must have at least one entry"),
-        ("loss", "y must be of type Mapping"),
-        ({"loss": 3}, "str"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            plots.curves({"A": run}, y=wrong)
-    with pytest.raises(ValueError, match="at least 1 round that was measured"):
-        plots.curves({"A": run}, y={"bleu": "BLEU"})
 
 
 def test_one_long_name_does_not_make_a_tall_legend():
@@ -282,6 +261,8 @@ def test_the_plot_of_rounds_to_target_marks_bounds():
         return [{"round": 10 * t, "accuracy": a} for t, a in enumerate(accuracies, 1)] + [{"round": 99}]
 
     records = {"there": run(0.1, 0.9), "seeds": [run(0.95), run(0.2, 0.3, 0.9)], "never": run(0.1, 0.2), "bare": run()}
+    reached = {"there": [(20, 10)], "seeds": [(10, 0), (30, 20)], "never": [(None, 20)]}
+    assert fd.rounds_to_target(records, 0.9) == reached
     (axes,) = plots.rounds_to_target(records, 0.9).axes
     assert [bar.get_width() for bar in axes.patches] == [20, 20, 20]
     assert [bar.get_hatch() for bar in axes.patches] == [None, None, "///"]
@@ -296,25 +277,7 @@ def test_the_plot_of_rounds_to_target_marks_bounds():
     loss = [{"round": t, "train_loss": 1 / t} for t in range(1, 6)]
     (axes,) = plots.rounds_to_target(loss, 0.25, key="train_loss").axes
     assert axes.patches[0].get_width() == 4 and not axes.lines and axes.get_xlabel() == "Round"
-    with pytest.raises(ValueError, match="at least 1 round with 'accuracy', got none"):
-        plots.rounds_to_target(loss, 0.5)
-    with pytest.raises(ValueError, match="target must be a finite number, got 'high'"):
-        plots.rounds_to_target(records, "high")
-
-
-def test_rounds_to_target_returns_numbers():
-    def run(*values, every=10):
-        return [{"round": every * t, "accuracy": a, "loss": 1 - a} for t, a in enumerate(values, 1)] + [{"round": 99}]
-
-    records = {"there": run(0.1, 0.9, 0.2), "seeds": [run(0.95), run(0.2, 0.3)], "bare": [{"round": 1}]}
-    expected = {"there": [(20, 10)], "seeds": [(10, 0), (None, 20)]}
-    assert fd.rounds_to_target(records, 0.9) == fd.rounds_to_target(records, 0.1000001, key="loss") == expected
-    assert fd.rounds_to_target(run(0.1, 0.6, every=1), 0.5) == {"": [(2, 1)]}
-    for target, message in ((95, r"pass 0.95 for 95 %"), ("high", "a finite number, got 'high'"), (None, "got None")):
-        with pytest.raises(ValueError, match=f"target must be .*{message}"):
-            fd.rounds_to_target(records, target)
-    with pytest.raises(ValueError, match="at least 1 round with 'cka', got none"):
-        fd.rounds_to_target(records, 0.5, key="cka")
+    assert fd.rounds_to_target(loss, 0.25, key="train_loss") == {"": [(4, 3)]}
 
 
 def swept(algorithm, seeds=(0, 1), settings=({},), value=0.5):
@@ -348,17 +311,6 @@ def test_runs_of_several_algorithms_and_settings_have_distinct_names(tmp_path):
     assert line.get_ydata().tolist() == pytest.approx([55, 55])
     lines = [{"algorithm": a, "seed": s, "round": 1, "accuracy": 0.1} for a in "xy" for s in (1, 2)]
     assert names(lines) == ["x", "y"] and names({"A": lines, "B": lines[:2]}) == ["A, x", "A, y", "B"]
-    for wrong, message in (
-        (
-            swept("fedavg") + swept("fedavg"),
-            "two of fedavg with seed 0: pass a dict from a name to the result of each sweep",
-        ),
-        ({"A": 3}, r"records\['A'\] must be a history, .*, got an int"),
-        ([both[0], {"round": 1}], "records must be a history, .* got a list of Run"),
-        ({"A": folders}, r"records\['A'\] must be .* got a list of PosixPath: .* {name: fd.logs.read.path.}"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            plots.curves(wrong)
 
 
 def test_bands_stay_in_the_range_of_the_quantity():
@@ -393,10 +345,6 @@ def test_fairness_shows_quantiles_and_the_worst_tenth():
     figure = plots.fairness({"loss": np.array([0.5, 2.0, np.nan]), "personal_loss": np.array([0.1, 0.2, np.nan])})
     assert [t.get_text() for t in figure.legends[0].get_texts()] == ["all clients: 2, own models 0.2"]
     assert figure.axes[0].lines[0].get_ydata().tolist() == [2.0, 2.0, 0.5] and "Loss" in figure.axes[0].get_ylabel()
-    with pytest.raises(ValueError, match="scores of at least 1 client"):
-        plots.fairness({"FedAvg": {"loss": np.array([np.nan])}})
-    with pytest.raises(ValueError, match="scores must be the result of Simulation.evaluate_clients"):
-        plots.fairness([accuracy])
 
 
 def test_plots_of_a_model_that_is_not_a_classifier():
@@ -408,6 +356,14 @@ def test_plots_of_a_model_that_is_not_a_classifier():
     assert sizes.get_title() == "Sizes (8 examples in all)"
 
 
+def test_a_federation_shows_fifty_of_many_clients():
+    clients = [(np.zeros((i + 1, 2), np.float32), np.full(i + 1, i % 3)) for i in range(120)]
+    mix, sizes = plots.federation(fd.FederatedData.from_clients(clients)).axes[:2]
+    share = mix.images[0].get_array()
+    assert share.shape == (50, 3) and (share.sum(axis=1) == 100).all()
+    assert sum(bar.get_height() for bar in sizes.patches) == 120
+
+
 @pytest.mark.thorough
 def test_participation_shows_every_round_of_every_client():
     figure = plots.participation([{"cohort": np.array([0, 2, -1])}, [2], []], num_clients=4)
@@ -417,9 +373,6 @@ def test_participation_shows_every_round_of_every_client():
     assert often.get_title() == "Mean 0.75, 2 never"
     many = plots.participation([np.arange(0, 5000, 2)] * 3, 5000).axes[0].images[0].get_array()
     assert many.shape == (385, 3) and many.sum() == 3 * 2500
-    for wrong, message in (([], "at least 1 round"), ([[4]], r"client ids in 0..3"), ([[0.5]], "client ids in 0..3")):
-        with pytest.raises(ValueError, match=message):
-            plots.participation(wrong, 4)
 
 
 def test_plots_accept_records_in_all_forms(tmp_path):
@@ -429,12 +382,6 @@ def test_plots_accept_records_in_all_forms(tmp_path):
             pass
     for records in (tmp_path, {"a": tmp_path / "a", "b": run}, {"a": f"{tmp_path}/a", "b": [run]}):
         assert [text.get_text() for text in plots.curves(records).legends[0].get_texts()] == ["a", "b"]
-    state = fd.ServerState(0, 0, (), ())
-    for wrong, kind in (((state, run), "tuple of "), (3, "int")):
-        with pytest.raises(ValueError, match=f"records must be a history.*got an? {kind}"):
-            plots.curves(wrong)
-    with pytest.raises(ValueError, match="target must be an accuracy in 0..1, got 95: pass 0.95 for 95 %"):
-        plots.rounds_to_target([{"round": 1, "accuracy": 0.5}], 95)
 
 
 def test_drift_story_has_four_panels(tmp_path):
@@ -455,11 +402,6 @@ def test_drift_story_has_four_panels(tmp_path):
     long = {f"a name with many settings, of which the last one differs, {i}": records["a"] for i in range(3)}
     labels = plots.drift_story(long, 0.5, data).axes[3].get_yticklabels()
     assert [label.get_text().replace("\n", " ") for label in labels] == [*long]
-    with pytest.raises(ValueError, match=r"at least 1 round that was measured, got none: pass measure=\('gradients'"):
-        plots.drift_story([{"round": 1, "accuracy": 0.5}], 0.5, data)
-    unlabelled = fd.FederatedData.from_clients([(np.ones((2, 1)), np.ones(2))])
-    with pytest.raises(ValueError, match="label counts need integer labels"):
-        plots.drift_story(records, 0.5, unlabelled)
 
 
 def test_label_mix_shows_shares_as_bubbles():
@@ -473,8 +415,6 @@ def test_label_mix_shows_shares_as_bubbles():
     np.testing.assert_allclose(area / area[0], share[share > 0] / 0.5)
     assert axes.get_xlabel() == "Round" and axes.get_ylabel() == "Label"
 
-    with pytest.raises(ValueError, match="largest must be at least the largest share of this history, .*, got 0.1"):
-        plots.label_mix(run, largest=0.1)
     axes = plots.label_mix(history(rounds=9, every=1, labels=200)).axes[0]
     axes.figure.draw_without_rendering()
     top = (
@@ -493,8 +433,6 @@ def test_quadratics_have_a_panel_per_setting():
     assert points(every.lines[0]) == [[1, 1], [2, 0.1], [3, 0.01]] and points(every.lines[1]) == [[1, 2]]
     assert [points(line) for line in some.lines] == [[[1, 1], [2, 0.5]]]
     assert every.get_title() == "all clients" and every.get_yscale() == "log" and every.get_ylim() == some.get_ylim()
-    with pytest.raises(ValueError, match=r"errors\['x'\] must have one list per title \(1\), got 2"):
-        plots.quadratics(errors, ["all clients"])
 
 
 def test_fifteen_runs_have_distinct_styles_that_are_the_same_in_all_plots():
@@ -509,23 +447,60 @@ def test_fifteen_runs_have_distinct_styles_that_are_the_same_in_all_plots():
     assert all(legend.y1 < axes.get_tightbbox().y0 for axes in figure.axes)
 
 
-def test_without_measured_rounds_the_error_names_the_option():
-    bare = [{"round": 1, "train_loss": 1.0}]
-    names = {
-        plots.drift: "gradients",
-        plots.updates: "updates",
-        plots.agreement: "predictions",
-        plots.forgetting: "forgetting",
-    }
-    for picture, name in names.items():
-        with pytest.raises(ValueError, match=rf"at least 1 round .*pass measure=\('{name}',\) to Simulation"):
-            picture({"a": bare})
-    with pytest.raises(ValueError, match=r"at least 1 round .*pass measure=\('labels',\)"):
-        plots.label_mix(bare)
-    with pytest.raises(ValueError, match="a run of fedeve"):
-        plots.gain({"a": bare})
-    with pytest.raises(ValueError, match="quadratics needs at least 1 round"):
-        plots.quadratics({}, [])
+RUN, BARE = history(), [{"round": 1, "train_loss": 1.0, "accuracy": 0.5}]
+CLIENTS, UNLABELLED = (fd.FederatedData.from_clients([(np.ones((2, 1)), y)]) for y in (np.arange(2), np.ones(2)))
+STATE = fd.ServerState(0, 0, (), ())
+WRONG = [
+    *((Style, {"smooth": value}, "smooth must be .*, got ") for value in (0, 1.5, False, "off")),
+    *((Style, {"band": value}, "band must be .*, got ") for value in ("std", 1)),
+    *((Style, {"figsize": value}, r"figsize(\[1\])? must be .*, got ") for value in (3, (3,), (3, 0), (1, np.nan))),
+    (plots.curves, {"records": RUN, "style": 3}, "style must be of type Style, got 3: pass fd.plots.Style"),
+    (plots.curves, {"records": {"a": []}}, "at least 1 round"),
+    (plots.curves, {"records": {"a": [{"round": 1, "train_loss": np.inf}]}},
+     "round with finite values, got none: a diverged in round 1; lower the learn"),
+    (plots.curves, {"records": RUN, "y": {}}, "y must have at least one entry"),
+    (plots.curves, {"records": RUN, "y": "loss"}, "y must be of type Mapping"),
+    (plots.curves, {"records": RUN, "y": {"loss": 3}}, "str"),
+    (plots.curves, {"records": RUN, "y": {"bleu": "BLEU"}}, "at least 1 round that was measured"),
+    (plots.curves, {"records": swept("fedavg") + swept("fedavg")},
+     "two of fedavg with seed 0: pass a dict from a name to the result of each sweep"),
+    (plots.curves, {"records": {"A": 3}}, r"records\['A'\] must be a history, .*, got an int"),
+    (plots.curves, {"records": [swept("fedavg")[0], {"round": 1}]}, "records must be a history, .* got a list of Run"),
+    (plots.curves, {"records": {"A": [Path("a")]}},
+     r"records\['A'\] must be .* got a list of PosixPath: .* {name: fd.logs.read.path.}"),
+    (plots.curves, {"records": (STATE, RUN)}, "records must be a history.*got a tuple of "),
+    (plots.curves, {"records": 3}, "records must be a history.*got an int"),
+    *((function, {"records": records, "target": target}, said)
+      for function in (plots.rounds_to_target, fd.rounds_to_target)
+      for records, target, said in (
+          (RUN, 0.5, "at least 1 round with 'accuracy', got none"),
+          (BARE, "high", "target must be a finite number, got 'high'"),
+          (BARE, None, "target must be .*, got None"),
+          (BARE, 95, "target must be an accuracy in 0..1, got 95: pass 0.95 for 95 %"))),
+    (plots.fairness, {"scores": {"FedAvg": {"loss": np.array([np.nan])}}}, "scores of at least 1 client"),
+    (plots.fairness, {"scores": [np.ones(2)]}, "scores must be the result of Simulation.evaluate_clients"),
+    *((plots.participation, {"cohorts": wrong, "num_clients": 4}, said)
+      for wrong, said in (([], "at least 1 round"), ([[4]], "client ids in 0..3"), ([[0.5]], "client ids in 0..3"))),
+    *((picture, {"records": {"a": BARE}}, rf"at least 1 round .*pass measure=\('{name}',\) to Simulation")
+      for picture, name in ((plots.drift, "gradients"), (plots.updates, "updates"), (plots.agreement, "predictions"),
+                            (plots.forgetting, "forgetting"), (plots.sharpness, "sharpness"))),
+    (plots.gain, {"records": {"a": BARE}}, "a run of fedeve"),
+    (plots.drift_story, {"records": BARE, "target": 0.5, "data": CLIENTS},
+     r"at least 1 round that was measured, got none: pass measure=\('gradients'"),
+    (plots.drift_story, {"records": [RUN[1] | {"accuracy": 0.5}], "target": 0.5, "data": UNLABELLED},
+     "label counts need integer labels"),
+    (plots.label_mix, {"history": BARE}, r"at least 1 round .*pass measure=\('labels',\)"),
+    (plots.label_mix, {"history": RUN, "largest": 0.1}, "largest must be at least the largest share of this history, "),
+    (plots.quadratics, {"errors": {}, "titles": []}, "quadratics needs at least 1 round"),
+    (plots.quadratics, {"errors": {"x": [[1.0], [2.0]]}, "titles": ["all"]},
+     r"errors\['x'\] must have one list per title \(1\), got 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "arguments", "said"), WRONG, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_wrong_call_says_what_is_wrong(function, arguments, said):
+    with pytest.raises(ValueError, match=said):
+        function(**arguments)
 
 
 def test_runs_of_one_round_are_told_apart():
@@ -634,29 +609,18 @@ def pictures_of(values):
     yield plots.participation([[0], [1]], 2)
 
 
-def assert_two_tick_labels(figure):
-    figure.draw_without_rendering()
-    for axes in figure.axes:
-        for axis in [axes.yaxis] if axes.get_label() == "<colorbar>" else [axes.xaxis, axes.yaxis]:
-            shown = labels(axis)
-            assert len(shown) > 1 or shown == {"run"}, (axes.get_title(), axis.axis_name, shown)
+SCALES = [(scale, shape) for scale in (1e-6, 0.3, 50, 1e9) for shape in growing(1.0)]
+CORE = ((0.3, "point"), (0.3, "doubling"))
 
 
-@pytest.mark.parametrize("unit", ["round", "time", "megabytes"])
-def test_an_axis_below_one_has_two_tick_labels(unit):
-    records = [{"round": 1, "gain": 0.5, "time": 0.3, "uplink_bytes": 1e5, "downlink_bytes": 2e5}]
-    records += [{**records[0], "round": 2, "gain": 0.6, "time": 0.4}]
-    for run in (records, records[:1]):
-        assert_two_tick_labels(plots.curves({"run": run}, x=unit, y={"gain": "Gain"}))
-        assert_two_tick_labels(plots.rounds_to_target({"run": run}, 0.5, key="gain", by=unit))
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("shape", growing(1.0))
-@pytest.mark.parametrize("scale", [1e-6, 0.3, 50, 1e9])
+@pytest.mark.parametrize(("scale", "shape"), [each if each in CORE else thorough(*each) for each in SCALES])
 def test_every_numeric_axis_has_two_tick_labels(scale, shape):
     for figure in pictures_of(growing(scale)[shape]):
-        assert_two_tick_labels(figure)
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            for axis in [axes.yaxis] if axes.get_label() == "<colorbar>" else [axes.xaxis, axes.yaxis]:
+                shown = labels(axis)
+                assert len(shown) > 1 or shown == {"run"}, (axes.get_title(), axis.axis_name, shown)
 
 
 @pytest.mark.parametrize("clients", [np.zeros(2), np.int64(0), None, "a"])

@@ -502,17 +502,8 @@ def test_sigterm_saves_a_sweep_and_the_next_worker_has_the_same_results(tmp_path
     worker.perform(task, tmp_path / "whole", sent.append)
     assert sent[-1] == Done()
     sweep = fd.Simulation.sweep
-
-    def terminated(sim, *arguments, **options):
-        def on_round(seed, setting, record):
-            before.append(record["round"])
-            if before == [1]:
-                signal.raise_signal(signal.SIGTERM)
-
-        return sweep(sim, *arguments, on_round=on_round, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(fd.Simulation, "sweep", terminated)
+        patch.setattr(fd.Simulation, "sweep", test_experiment.interrupted(sweep, before, 1, signal.SIGTERM))
         with pytest.raises(SystemExit, match="143"):
             worker.perform(task, tmp_path / "o", sent.append)
     assert max(before) < 60 and not read(tmp_path / "o")

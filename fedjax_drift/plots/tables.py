@@ -76,13 +76,10 @@ def compared(
     """
     settings = [_of_numbers(setting) for setting in settings]
     methods = list(dict.fromkeys(method for setting in settings for method in setting.runs))
-    shown = [
-        (setting, panel)
-        for setting in settings
-        for seeds in [{method: setting.runs.get(method, ()) for method in methods}]
-        for panel in [Panel(setting.title, ylabel, lines_of(seeds, style, limits=limits))]
-        if any(line.x.size for line in panel.lines.values())
-    ]
+    runs = [{method: setting.runs.get(method, ()) for method in methods} for setting in settings]
+    lines = [lines_of(seeds, style, limits=limits) for seeds in runs]
+    panels = [Panel(setting.title, ylabel, of) for setting, of in zip(settings, lines, strict=True)]
+    shown = [pair for pair in zip(settings, panels, strict=True) if any(line.x.size for line in pair[1].lines.values())]
     if not shown:
         checks.refuse("compared needs at least 1 round of a run", "none", "pass (rounds, values) of each seed")
     columns = min(3, len(shown))
@@ -160,27 +157,24 @@ def _late(line: Line) -> Line:
 
 def _of_numbers(setting: Any) -> Compared:
     """Returns the setting with its points as numbers. Raises ConfigurationError if it is not a setting."""
+
+    def curve(rounds: Any, values: Any) -> tuple[list[int], list[float]]:
+        points = [checks.integer("a round", t, 0) for t in rounds], numbers("values", values).tolist()
+        if len(points[0]) != len(points[1]):
+            got = f"{len(points[1])} values for {len(points[0])} rounds"
+            checks.refuse("values must have one value per round", got)
+        return points
+
+    def point(value: Any) -> float:
+        return checks.number("a point", value, "a finite number", math.isfinite, computed=False)
+
     try:
-        runs = {method: [_curve(rounds, values) for rounds, values in seeds] for method, seeds in setting.runs.items()}
+        runs = {method: [curve(*seed) for seed in seeds] for method, seeds in setting.runs.items()}
         printed, reached = (
-            {
-                method: [(None if t is None else _point(t), _point(v)) for t, v in points]
-                for method, points in marks.items()
-            }
+            {method: [(None if t is None else point(t), point(v)) for t, v in of] for method, of in marks.items()}
             for marks in (setting.printed, setting.reached)
         )
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         allowed = "Compared values, with (rounds, values) for each seed and with pairs of numbers"
         checks.refuse(f"settings must be {allowed}", f"{checks.shown(setting)} ({error})", cause=error)
     return Compared(checks.text("a setting's title", setting.title), runs, printed, reached)
-
-
-def _curve(rounds: Any, values: Any) -> tuple[list[int], list[float]]:
-    points = [checks.integer("a round", t, 0) for t in rounds], numbers("values", values).tolist()
-    if len(points[0]) != len(points[1]):
-        checks.refuse("values must have one value per round", f"{len(points[1])} values for {len(points[0])} rounds")
-    return points
-
-
-def _point(value: Any) -> float:
-    return checks.number("a point", value, "a finite number", math.isfinite, computed=False)
