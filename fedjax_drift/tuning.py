@@ -26,10 +26,7 @@ from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.spec import Fix, Text, checked
 
 __all__ = ["SEEDS", "Range", "score", "settings"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 SEEDS = (1_000_000, 1_000_001)  # of the tuning runs; no reported run has them

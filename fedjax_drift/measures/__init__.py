@@ -26,7 +26,4 @@ __all__ = [
     "Cohort", "Distances", "Global", "LossPlane", "Mean", "Measure", "Needs", "Seen", "distances", "forgetting",
     "gradients", "labels", "local_sharpness", "loss_plane", "predictions", "recorded", "sharpness", "updates",
 ]  # fmt: skip
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__dir__ = __all__.copy

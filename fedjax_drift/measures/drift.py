@@ -27,10 +27,7 @@ from fedjax_drift.spec import Count
 from fedjax_drift.types import Params, PyTree, Work
 
 __all__ = ["class_accuracy", "linear_cka", "local_performance", "mean_confidence", "mean_kl"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 @recorded

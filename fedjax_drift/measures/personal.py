@@ -27,10 +27,7 @@ from fedjax_drift.round.train import client_work, over_clients, server_of
 from fedjax_drift.types import PyTree, ServerState, Work
 
 __all__ = ["summary"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 CHUNK = 512  # the largest number of clients in one program; it bounds the memory, and the time until Ctrl-C has effect

@@ -56,7 +56,4 @@ __all__ = [
     "examples", "fairness", "federation", "forgetting", "gain", "label_mix", "loss_plane", "participation",
     "quadratics", "rounds_to_target", "sharpness", "updates",
 ]  # fmt: skip
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__dir__ = __all__.copy
