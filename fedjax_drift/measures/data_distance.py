@@ -91,9 +91,9 @@ def distances(
         name: float(np.concatenate([distance(p[first[at]], p[second[at]]) for at in steps]).mean())
         for name, distance in (distance_of.items() if steps else ())
     }
-    of_clients = {name: distance(p, all_clients) for name, distance in distance_of.items()}
+    of_clients: dict[str, Any] = {name: distance(p, all_clients) for name, distance in distance_of.items()}
     sliced = None if features is None else sliced_wasserstein(features, data.sizes, rng)
-    return Distances(**({"earth_mover": None} | of_clients), sliced_wasserstein=sliced, between=between)
+    return Distances(**{"earth_mover": None, **of_clients}, sliced_wasserstein=sliced, between=between)
 
 
 def some_pairs(N: int, most: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

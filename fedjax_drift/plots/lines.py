@@ -149,7 +149,8 @@ def _line(x: np.ndarray, values: np.ndarray, length: int, style: Style, log: boo
             words, edges_of = BANDS[style.band]
             shows, edges = (*shows, f"band: {words}"), edges_of(seeds)
     y, *edges = (np.exp(row) if log else row for row in (seeds.mean(0), *edges))
-    return Line(x[at].mean(1), y, *(edges or (None, None)), shows)
+    low, high = edges or (None, None)
+    return Line(x[at].mean(1), y, low, high, shows)
 
 
 def limits(key: str, factor: float = 1) -> tuple[float, float] | None:
