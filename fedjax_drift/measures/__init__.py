@@ -9,15 +9,7 @@ The modules import `round` and modules that `round` imports. `personal.py` also 
 """
 
 from fedjax_drift.measures.data_distance import Distances, distances
-from fedjax_drift.measures.drift import (
-    forgetting,
-    gradients,
-    labels,
-    local_sharpness,
-    predictions,
-    sharpness,
-    updates,
-)
+from fedjax_drift.measures.drift import forgetting, gradients, labels, local_sharpness, predictions, sharpness, updates
 from fedjax_drift.measures.measure import Cohort, Global, Mean, Measure, Needs, Seen
 from fedjax_drift.measures.planes import LossPlane, loss_plane
 from fedjax_drift.recipes import recorded

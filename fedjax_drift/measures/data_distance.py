@@ -36,12 +36,7 @@ class Distances(NamedTuple):
 
 @checked
 def distances(
-    data: GivenData,
-    ground: Any = None,
-    embedding: Any = None,
-    *,
-    pairs: Count = 10_000,
-    seed: Seed = 0,
+    data: GivenData, ground: Any = None, embedding: Any = None, *, pairs: Count = 10_000, seed: Seed = 0
 ) -> Distances:
     """Computes distances between the clients' training examples.
 

@@ -47,12 +47,7 @@ Labels = Annotated[Mapping[str, str], Spec(_labels, "labels"), Fix('pass {"perpl
 
 @checked
 def curves(
-    records: Records,
-    path: FilePath = None,
-    *,
-    x: By = "round",
-    y: Labels | None = None,
-    style: AnyStyle = DEFAULT,
+    records: Records, path: FilePath = None, *, x: By = "round", y: Labels | None = None, style: AnyStyle = DEFAULT
 ) -> Figure:
     """Plots test accuracy (in percent) and training loss against rounds, seconds or megabytes, one line per run.
 
