@@ -58,6 +58,9 @@ printed."rounds to 1 %" = {FedAvg = ">9", FedProx = 3}
 dataset = "mnist"
 needs = "patience"
 """
+LONG = TINY.replace("rounds = 8", "rounds = 60")
+UNTIL = TINY.replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"')
+NEVER = UNTIL.replace("target = 0.01", "target = 2.0")  # a target that no run reaches
 REFERENCE = """
 title = "The same"
 paper = "Nobody, figure 1"
@@ -114,6 +117,15 @@ def with_tables(place: Path, **tables: str) -> Path:
 def do(place: Path, output: Path, *arguments: str) -> int:
     words = ["run", "tiny/table", "--rows=natural", f"--tables={place}", f"--output={output}"]
     return main([*words, "--no-progress", *arguments])
+
+
+def cell_of(place: Path, method: str = "FedAvg") -> papers.Cell:
+    return papers.read_table(place, "tiny/table").settings["natural, half of them"].cells[method]
+
+
+def page_of(place: Path, output: Path) -> str:
+    table = papers.read_table(place, "tiny/table")
+    return report.page(table, output, report.results_of(table, output), [])
 
 
 def read(output: Path, method: str = "FedAvg") -> dict[int, Result]:
@@ -251,9 +263,6 @@ def interrupted(sweep, rounds: list[int], at: int | None = None, number: int = s
     return swept
 
 
-LONG = TINY.replace("rounds = 8", "rounds = 60")
-
-
 def test_a_run_stopped_by_ctrl_c_resumes_with_the_same_results(tmp_path, monkeypatch, capsys):
     place, only = with_tables(tmp_path / "tables", table=LONG), "--methods=FedAvg"
     assert do(place, tmp_path / "whole", only) == 0
@@ -286,9 +295,7 @@ def test_seeds_with_checkpoints_resume_when_new_seeds_are_added(tmp_path, monkey
 
 def test_a_cell_that_another_process_runs_is_skipped(place, whole, tmp_path, capsys):
     output = Path(shutil.copytree(whole, tmp_path / "o"))
-    table = papers.read_table(place, "tiny/table")
-    cell = table.settings["natural, half of them"].cells["FedAvg"]
-    with runner.locked(runner._partial(cell, output)) as is_ours:
+    with runner.locked(runner._partial(cell_of(place), output)) as is_ours:
         assert is_ours and do(place, output) == 0
     assert (
         "FedAvg: another process is running it" in (said := capsys.readouterr().out) and "FedProx: already done" in said
@@ -320,10 +327,9 @@ def test_rounds_and_seeds_can_be_added_and_other_options_are_refused(place, tmp_
 
 
 def test_a_target_ends_a_cell_early_and_tuning_chooses_its_values(tmp_path, capsys):
-    output, text = tmp_path / "o", TINY.replace("seeds = 2", 'seeds = 1\nuntil = "rounds to 1 %"')
+    output, text = tmp_path / "o", UNTIL.replace("seeds = 2", "seeds = 1")
     place = with_tables(tmp_path / "tables", table=text)
-    table = papers.read_table(place, "tiny/table")
-    cell = table.settings["natural, half of them"].cells["FedProx"]
+    table, cell = papers.read_table(place, "tiny/table"), cell_of(place, "FedProx")
     assert tuning.tuning_grid(table, cell._replace(options=cell.options | {"algorithm": "fedavg"})) == [
         {"lr": 1e-4},
         {"lr": 0.5},
@@ -337,9 +343,10 @@ def test_a_target_ends_a_cell_early_and_tuning_chooses_its_values(tmp_path, caps
     assert f"--lr={best['lr']}" in run.command
     assert run.reached and run.rounds == 4 and run.series["accuracy"].rounds == [4]
     assert do(place, output, "--tune", "--methods=FedProx") == 0 and "already done" in capsys.readouterr().out
-    page = report.page(table, output, report.results_of(table, output), [])
     chosen = f"FedProx: lr {best['lr']:g} (of 0.0001, 0.5: at its edge), mu {best['mu']:g} (of 0.1, 1: at its edge)"
-    assert f"{chosen} (best of 4 combinations after 2 of 8 rounds, another seed than those reported)" in page
+    assert f"{chosen} (best of 4 combinations after 2 of 8 rounds, another seed than those reported)" in page_of(
+        place, output
+    )
 
     held_out = text.replace("[tune]", "[tune]\nvalidation = 0.25\nmethods.FedProx = {mu = [0.3]}")
     place, before = with_tables(tmp_path / "held_out", table=held_out), [each.score for each in tried]
@@ -362,8 +369,7 @@ def test_a_target_ends_a_cell_early_and_tuning_chooses_its_values(tmp_path, caps
 
 
 def test_a_cell_with_a_target_runs_in_sections_with_the_same_results(whole, tmp_path, monkeypatch):
-    never = TINY.replace("target = 0.01", "target = 2.0").replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"')
-    place, totals = with_tables(tmp_path / "tables", table=never), []
+    place, totals = with_tables(tmp_path / "tables", table=NEVER), []
     sweep = fd.Simulation.sweep
     monkeypatch.setattr(fd.Simulation, "sweep", lambda sim, n, *a, **b: totals.append(n) or sweep(sim, n, *a, **b))
     monkeypatch.setattr(runner, "TARGET_SECONDS", 0.0)  # checks the target after every evaluation
@@ -373,7 +379,7 @@ def test_a_cell_with_a_target_runs_in_sections_with_the_same_results(whole, tmp_
 
 def test_a_run_to_a_target_is_the_beginning_of_a_longer_run_in_another_table(whole, tmp_path, monkeypatch, capsys):
     output = Path(shutil.copytree(whole, tmp_path / "o"))
-    target = TINY.replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"').replace("rounds = 8", "rounds = 6")
+    target = UNTIL.replace("rounds = 8", "rounds = 6")
     other = target.replace('FedAvg = "fedavg"', 'FedAvg = {algorithm = "fedavg", lr = 0.2}')
     place = with_tables(tmp_path / "tables", table=TINY, target=target, other=other)
     words = ["--rows=natural", "--methods=FedAvg", f"--tables={place}", "--no-progress"]
@@ -395,9 +401,8 @@ def test_a_run_to_a_target_is_the_beginning_of_a_longer_run_in_another_table(who
 
 def test_the_length_of_a_section_depends_on_the_duration_of_its_rounds(tmp_path, monkeypatch):
     """Rounds overlap, so only the sum of the seconds of a section matters. Here its first record has all of them."""
-    never = TINY.replace("target = 0.01", "target = 2.0").replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"')
-    never = never.replace("eval_every = 4", "eval_every = 1")
-    place, totals, sweep = with_tables(tmp_path / "tables", table=never), [0], fd.Simulation.sweep
+    often = NEVER.replace("eval_every = 4", "eval_every = 1")
+    place, totals, sweep = with_tables(tmp_path / "tables", table=often), [0], fd.Simulation.sweep
 
     def timed(sim, n, *arguments, **options):
         runs = sweep(sim, n, *arguments, **options)
@@ -421,7 +426,7 @@ def test_cells_share_their_data_only_if_all_data_options_are_equal():
 def test_every_seed_can_have_its_own_partition(whole, tmp_path, capsys):
     text = TINY.replace("cohort = 2\n", 'cohort = 2\ndata_seed = "seed"\n')
     place, output = with_tables(tmp_path / "tables", table=text), tmp_path / "o"
-    cell = papers.read_table(place, "tiny/table").settings["natural, half of them"].cells["FedAvg"]
+    cell = cell_of(place)
     left = output / cell.file.with_suffix(".partial") / "seed-0"
     assert do(place, output, "--methods=FedAvg", "--seeds=1") == 0
     left.mkdir(parents=True)  # as if the process had been killed after the first seed was written
@@ -433,15 +438,13 @@ def test_every_seed_can_have_its_own_partition(whole, tmp_path, capsys):
     (sim,) = alone.simulations.values()
     (run,) = sim.sweep(alone.rounds, [1], alone.eval_every, progress=False)
     assert runs[1].series == kept_series(run.history, alone.eval_every, cell.keep)
-    page = report.page(table := papers.read_table(place, "tiny/table"), output, report.results_of(table, output), [])
-    assert "initial models; every seed has its own partition." in page
+    assert "initial models; every seed has its own partition." in page_of(place, output)
 
 
 @pytest.mark.parametrize("call", [0, 1], ids=["between two sections", "at the end of a cell"])
 def test_ctrl_c_in_the_last_rounds_of_a_sweep_stops_the_run(tmp_path, monkeypatch, call):
     """At this point, all rounds of the sweep are complete, so the sweep returns as usual."""
-    never = TINY.replace("target = 0.01", "target = 2.0").replace("seeds = 2", 'seeds = 2\nuntil = "rounds to 1 %"')
-    place, totals, sweep = with_tables(tmp_path / "tables", table=never), [], fd.Simulation.sweep
+    place, totals, sweep = with_tables(tmp_path / "tables", table=NEVER), [], fd.Simulation.sweep
 
     def late(sim, n, *arguments, **options):
         runs = sweep(sim, n, *arguments, **options)
@@ -457,9 +460,7 @@ def test_ctrl_c_in_the_last_rounds_of_a_sweep_stops_the_run(tmp_path, monkeypatc
 
 
 def test_the_order_of_the_seeds_does_not_change_the_runs(place, whole, tmp_path):
-    table = papers.read_table(place, "tiny/table")
-    cell = table.settings["natural, half of them"].cells["FedAvg"]
-    assert runner.run_cells(table, [cell], [1, 0], tmp_path, progress=False)
+    assert runner.run_cells(papers.read_table(place, "tiny/table"), [cell_of(place)], [1, 0], tmp_path, progress=False)
     assert series(read(tmp_path)) == series(read(whole))
 
 
