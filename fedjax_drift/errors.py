@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 __all__ = ["ConfigurationError", "DamagedError", "InUseError", "MissingPackageError", "OtherRunError"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class ConfigurationError(ValueError):

@@ -28,10 +28,7 @@ from fedjax_drift.spec import Fix, checked
 from fedjax_drift.track import Before, Track, scalars
 
 __all__ = ["Log", "Track", "read", "scalars"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 Record = Mapping[str, Any]

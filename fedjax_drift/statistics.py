@@ -13,10 +13,7 @@ from fedjax_drift.records import numbers
 from fedjax_drift.spec import AmountOrZero, Probability, checked
 
 __all__ = ["CONFIDENCE", "SIGNIFICANT", "Mean", "holm", "mean", "quantile"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 CONFIDENCE = 0.95

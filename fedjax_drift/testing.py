@@ -22,10 +22,7 @@ from fedjax_drift.spec import Fix, checked
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, ServerState, Work
 
 __all__ = ["CHECKS", "check_contract"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 COHORTS = ([0, 1, 2], [3, 4, 5], [1, 3, 5], [4, 2, 0], [5, 3, 1])  # given cohorts are compiled faster than sampled ones

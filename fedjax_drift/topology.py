@@ -28,10 +28,7 @@ __all__ = [
     "star",
     "torus",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class Topology(NamedTuple):

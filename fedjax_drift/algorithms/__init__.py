@@ -178,7 +178,4 @@ __all__ = [  # a literal list, because type checkers read it
     "lg_fedavg",
     "fedbn",
 ]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__dir__ = __all__.copy

@@ -11,7 +11,4 @@ from fedjax_drift.clock.clock import Clock, asynchronous, synchronous
 from fedjax_drift.clock.devices import Devices
 
 __all__ = ["Clock", "Devices", "asynchronous", "synchronous"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

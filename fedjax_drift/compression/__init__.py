@@ -14,7 +14,4 @@ from fedjax_drift.compression.sparse import random_k, top_k
 from fedjax_drift.recipes import recorded as codec
 
 __all__ = ["Codec", "cast", "codec", "compressed", "downlink", "drive", "none", "qsgd", "random_k", "sign", "top_k"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy

@@ -36,7 +36,4 @@ __all__ = [
     "from_tff",
     "from_torch",
 ]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+__dir__ = __all__.copy

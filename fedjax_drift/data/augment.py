@@ -13,10 +13,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.spec import CountOrZero, Probability, checked
 
 __all__ = ["crop_and_flip"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 Augment = Callable[[jax.Array, jax.Array], jax.Array]  # (key, one example) -> one example of the same shape and dtype

@@ -73,10 +73,7 @@ __all__ = [
     "num_classes",
     "synthetic",
 ]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 CIFAR_PAGE = "from Alex Krizhevsky's page (University of Toronto), and unpack it there"

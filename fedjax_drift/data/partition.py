@@ -39,10 +39,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.spec import Amount, AmountOrZero, Count, CountOrZero, Fix, Flag, Seed, checked
 
 __all__ = ["by_writer", "classes", "dirichlet", "distribution", "iid", "long_tailed", "shards"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 Sizes = str | Sequence[int] | np.ndarray | None

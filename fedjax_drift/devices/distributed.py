@@ -29,10 +29,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.spec import Count, Fix, checked
 
 __all__ = ["initialize", "is_first"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 STARTED_BY_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")

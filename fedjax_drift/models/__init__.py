@@ -414,5 +414,4 @@ def num_parameters(model: Model) -> int:
     return tree.size(jax.eval_shape(lambda: model.init(jax.random.key(0))))
 
 
-def __dir__() -> list[str]:
-    return list(__all__)
+__dir__ = __all__.copy

@@ -17,10 +17,7 @@ import jax.numpy as jnp
 from fedjax_drift import checks, spec
 
 __all__ = ["auc", "hit_rate", "ndcg", "ranks", "scores"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 Group = Annotated[int, spec.integer(2)]

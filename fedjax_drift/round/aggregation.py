@@ -32,10 +32,7 @@ __all__ = ["Aggregation", "clipped", "epsilon", "mean", "private", "private_ftrl
 COUNT = (
     2**32 - 1
 )  # fold_in(key, COUNT) is the key for the noise of a count, fold_in(key, i) that for leaf i of a message
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class Aggregation(NamedTuple):

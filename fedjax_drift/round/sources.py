@@ -31,10 +31,7 @@ from fedjax_drift.types import Metrics, PyTree, ServerState
 
 __all__ = ["Cohort", "Moment", "Outcome", "Received", "Source", "Start", "rule"]
 NOWHERE = 2**31 - 1  # the place of an absent client, beyond the states of all clients
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 class Start(NamedTuple):

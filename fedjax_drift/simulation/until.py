@@ -23,10 +23,7 @@ from fedjax_drift.storage.checkpoint import score
 from fedjax_drift.types import Record
 
 __all__ = ["megabytes", "reaches", "stalls", "time"]
-
-
-def __dir__() -> list[str]:
-    return __all__
+__dir__ = __all__.copy
 
 
 Until = Callable[[Sequence[Record]], bool]
