@@ -100,7 +100,7 @@ def test_a_run_that_ended_early_continues_with_more_patience(tmp_path, capsys) -
     both = (folder / "rounds.jsonl").read_text()
     assert both.startswith(first) and len(both.splitlines()) == 12
     assert cli.main(["run", "--resume", str(folder), "--patience", "0"]) == 2
-    assert "--patience: must be an integer >= 1, got '0'" in capsys.readouterr().err
+    assert "--patience: must be an integer >= 1, got 0" in capsys.readouterr().err
 
 
 def test_bad_input(sim) -> None:
