@@ -78,7 +78,7 @@ def test_numpy_integers_are_accepted() -> None:
 # --- addresses of object stores ---------------------------------------------------------------------------------------
 
 ADDRESSES = ["gs://bucket/run", Path("s3://bucket/run"), "file:///tmp/run", "dbfs:/run", Path("hdfs://run").absolute()]
-REFUSED = r"must be a path of the local file system, got .*: (mount the \w+ storage|leave out file://)"
+REFUSED = r"must be (?:\w+ or )*a path of the local file system, got .*: (mount the \w+ storage|leave out file://)"
 LOCAL = ["run", "C:/run", r"C:\run", "runs/a:b/c", "gs:run", "~/run", Path("/tmp/run")]
 ANNOTATIONS = ("PathLike", "FilePath", "DataDir", "Records")  # of the arguments that can be paths
 RECORD = abuse.HISTORY[0] | {"sharpness": 1.0, "hessian_trace": 1.0}
