@@ -285,16 +285,15 @@ def _csv(rows: Sequence[dict[str, str | float | None]]) -> str:
     writer = csv.DictWriter(text, rows[0], lineterminator="\n")
     writer.writeheader()
     for row in rows:
-        writer.writerow({name: None if _missing(value) else _plain(value) for name, value in row.items()})
+        writer.writerow({name: _plain(value) for name, value in row.items()})
     return text.getvalue()
 
 
-def _missing(value: str | float | None) -> bool:
-    return value is None or isinstance(value, float) and math.isnan(value)
-
-
 def _plain(value: str | float | None) -> str | int | None:
-    return f"{value:.6g}" if isinstance(value, float) else value
+    """The value for a CSV file. NaN is an empty field."""
+    if isinstance(value, float):
+        return None if math.isnan(value) else f"{value:.6g}"
+    return value
 
 
 def _markdown(cells: Cells, notes: Sequence[str]) -> str:
