@@ -14,7 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from fedjax_drift.simulation.programs import MOST_ROUNDS
 from fedjax_drift.simulation.progress import Bar, Stop
 from fedjax_drift.simulation.records import History, record
 from fedjax_drift.simulation.tracks import Track
-from fedjax_drift.storage.saver import Savers
+from fedjax_drift.storage.saver import Saver
 from fedjax_drift.types import Record, ServerState
 
 CHUNK_SECONDS = 0.1  # the intended duration of a program of several rounds; Ctrl-C takes effect after about this time
@@ -102,10 +102,10 @@ class Loop:
       stop: becomes `requested` when Ctrl-C or SIGTERM stops the loop.
 
     Attributes:
-      savers: saves the runs. None: nothing is saved.
+      savers: save the runs, one each. Empty: nothing is saved.
     """
 
-    savers: Savers | None = None
+    savers: Sequence[Saver] = ()
 
     def __init__(
         self, tracks: Sequence[Track], mesh: Mesh, schedule: Schedule, watch: Watch, bar: Bar, stop: Stop
@@ -143,32 +143,39 @@ class Loop:
                 t = self._advance(t)
             try:
                 # The last round of a stopped run that can be resumed is not evaluated.
-                if self.schedule.eval_every and (self.savers is None or t == self.schedule.last):
+                if self.schedule.eval_every and (not self.savers or t == self.schedule.last):
                     self._score()
                 self._catch_up(0)
             except KeyboardInterrupt:  # the completed rounds are recorded without this evaluation
                 self._without_scores()
                 with suppress(KeyboardInterrupt), self.stop.held():
                     self._catch_up(0)
-        if self.savers is not None:
-            with suppress(KeyboardInterrupt), self.stop.held():  # everything is saved even after Ctrl-C
-                self.savers.finish(self.states(), self.histories)
+        with suppress(KeyboardInterrupt), self.stop.held():  # everything is saved even after Ctrl-C
+            with ExitStack() as stack:  # all runs are saved, even if one of them raises OSError
+                for saver, state, history in self._saved():
+                    stack.callback(saver.finish, state, history)
+
+    def _saved(self) -> Iterator[tuple[Saver, ServerState, list[Record]]]:
+        """The saver, the newest state and the history of every run, if the runs are saved."""
+        if self.savers:
+            yield from zip(self.savers, self.states(), self.histories, strict=True)
 
     def _advance(self, t: int) -> int:
         """Advances to the last round, or to the round after which a stop was requested. Returns this round."""
         savers, schedule, started = self.savers, self.schedule, False
         while t < schedule.last:
-            if savers is not None and started and math.isinf(self.seconds):
+            if savers and started and math.isinf(self.seconds):
                 self._catch_up(0)  # from now on, the duration of a round is known
-            due = savers is not None and started and savers.due(t, self._seconds_in_flight())
+            due = bool(savers) and started and savers[0].due(t, self._seconds_in_flight())
             numbers = [schedule.rounds_at_once(self.seconds), int(due)]
             (most, save), (stopped, terminated) = agree(self.mesh, numbers, [self.stop.requested, self.stop.terminated])
             self.terminated |= bool(terminated)
             if stopped:
                 break
-            if savers is not None and save:
+            if save:
                 self._catch_up(0)
-                savers.save(self.states(), self.histories)
+                for saver, state, history in self._saved():
+                    saver.save(state, history)
             n, measured = schedule.step(t, most)
             for number, track in enumerate(self.tracks):
                 track.prepare(t)
@@ -178,11 +185,12 @@ class Loop:
             t, started = t + n, True
             if schedule.evaluates(t):
                 self._score()
-            if savers is not None:
-                savers.confirm()
-                if schedule.evaluates(t) and savers.follows_best:
-                    self._catch_up(0)
-                    savers.consider(self.states(), self.histories)
+            for saver in savers:
+                saver.confirm()
+            if savers and schedule.evaluates(t) and savers[0].checkpoints.best is not None:
+                self._catch_up(0)
+                for saver, state, history in self._saved():
+                    saver.consider(state, history)
             if schedule.evaluates(t) and self._all_ended():
                 break
             self._catch_up(len(self.tracks))
@@ -273,8 +281,9 @@ class Loop:
                     "The program that failed has overwritten the state before it, which is lost (None). The records "
                     "of the rounds before are attached to this exception. Continue from a checkpoint, or start again."
                 )
-            elif self.savers is not None and any(self.histories) and not spans_processes(self.mesh):
-                self.savers.save(self.states(), self.histories)
+            elif any(self.histories) and not spans_processes(self.mesh):
+                for saver, state, history in self._saved():
+                    saver.save(state, history)
             raise
 
 

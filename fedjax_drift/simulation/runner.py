@@ -20,7 +20,7 @@ from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.simulation.tracks import Track, alone
 from fedjax_drift.simulation.until import ends, has_ended
 from fedjax_drift.storage.checkpoint import Checkpoints
-from fedjax_drift.storage.saver import saving
+from fedjax_drift.storage.saver import Saver, saving
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.types import Record, ServerState
 
@@ -64,15 +64,14 @@ def train(
     asked, mesh = job.asked, job.setups[0].mesh
     schedule = replace(job.schedule, one_round_a_program=not all(track.stacked for track in tracks))
     with ExitStack() as stack:
-        before: list[list[Record]] = [[] for _ in job.setups]
-        savers = None
+        savers: Sequence[Saver] = ()
         if job.checkpoints:
             states = [state for track in tracks for state in track.states()]
             starts = [state for _, state in sorted(states, key=lambda pair: pair[0])]
             savers = stack.enter_context(
                 saving(job.checkpoints, job.specifications, starts, stop.held, back=job.from_start)
             )
-            before = savers.before
+        before = [saver.history_before for saver in savers] or [[] for _ in job.setups]
         until = asked.until
         ended = {run for run, history in enumerate(before) if until is not None and has_ended(until, history)}
         if len(ended) == len(before):

@@ -46,8 +46,9 @@ def saving(
     states: Sequence[ServerState],
     hold: Hold,
     back: bool = False,
-) -> Iterator[Savers]:
-    """Returns a context manager that saves runs. Every process of the runs enters it.
+) -> Iterator[list[Saver]]:
+    """Returns a context manager that saves runs: the run of `Simulation.run`, or those of a sweep. Every process of the
+    runs enters it.
 
     Args:
       each: the `Checkpoints` of each run.
@@ -64,7 +65,7 @@ def saving(
     """
     with contextlib.ExitStack() as stack:
         runs = zip(each, specs, states, strict=True)
-        yield Savers([stack.enter_context(_saving_one(one, spec, state, hold, back)) for one, spec, state in runs])
+        yield [stack.enter_context(_saving_one(one, spec, state, hold, back)) for one, spec, state in runs]
 
 
 @contextlib.contextmanager
@@ -318,7 +319,8 @@ class Saver:
         about = About(FORMAT, versions(), self.identity, contents.round, self.key, records, contents.described)
         text = json.dumps(about._asdict())  # encoded now, because the caller may change the records
         parts = array_files.parts_here(contents.leaves)
-        self.writing = Write(self.spec.mesh, self.checkpoints.place(contents.round), text, parts), contents
+        write = Write(self.spec.mesh, self.checkpoints.place(contents.round), text, parts)
+        self.writing = write, contents._replace(leaves=[])  # the memory of the arrays is free once they are written
 
     def _settle(self) -> None:
         """Waits until the current save is complete, and deletes checkpoints that are not kept any more."""
@@ -346,45 +348,6 @@ class Saver:
             delete_unfinished(self.checkpoints.path)
             for folder in self.checkpoints.path.glob("*" + DELETED):
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-class Savers:
-    """Saves runs that advance together: the single run of `Simulation.run`, or the runs of a sweep."""
-
-    def __init__(self, savers: Sequence[Saver]) -> None:
-        self.savers = savers
-        self.before = [saver.history_before for saver in savers]  # the records of each run when `saving` was entered
-        self.follows_best = savers[0].checkpoints.best is not None
-
-    def due(self, t: int, ahead: float) -> bool:
-        """Whether to save after round t, which ends in ``ahead`` seconds."""
-        return self.savers[0].due(t, ahead)
-
-    def save(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
-        """Starts to save every run, with its records since `saving` was entered."""
-        for saver, state, history in zip(self.savers, states, histories, strict=True):
-            saver.save(state, history)
-
-    def confirm(self) -> None:
-        """See `Saver.confirm`."""
-        for saver in self.savers:
-            saver.confirm()
-
-    def consider(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
-        """Keeps each state that is the best of its run so far. See `Saver.consider`."""
-        for saver, state, history in zip(self.savers, states, histories, strict=True):
-            saver.consider(state, history)
-
-    def finish(self, states: Sequence[ServerState], histories: Sequence[list[Record]]) -> None:
-        """Saves the final state of every run. Then raises OSError if one of them could not be saved."""
-        failed: list[OSError] = []
-        for saver, state, history in zip(self.savers, states, histories, strict=True):
-            try:
-                saver.finish(state, history)
-            except OSError as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
 
 
 def rounds_to_keep(scores: Mapping[int, float | None], keep: int) -> set[int]:
