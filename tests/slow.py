@@ -317,9 +317,10 @@ def fedopt(
     b2: float = 0.99,
     tau: float = 1e-3,
     weighting: str = "examples",
+    v_0: float | None = None,
 ) -> Iterator[Vector]:
     """Reddi et al. 2021, algorithm 2, without bias correction, with m_0 = 0 and v_0 = tau^2."""
-    m, v = np.zeros_like(w), np.full_like(w, tau**2)
+    m, v = np.zeros_like(w), np.full_like(w, tau**2 if v_0 is None else v_0)
     for t in range(len(fed.cohorts)):
         D = fed.mean_update(t, w, weighting)
         m = b1 * m + (1 - b1) * D

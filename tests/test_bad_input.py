@@ -174,22 +174,14 @@ DATA = [
     (lambda: fd.datasets.load("mnits"), "did you mean 'mnist'"),
 ]
 LOCAL = [
-    ({"epochs": 0}, "epochs must be an integer >= 1, got 0"),
-    ({"batch_size": True}, "batch_size must be an integer >= 1, got True"),
-    ({"lr": "0.1"}, "lr must be a finite number > 0, got '0.1'"),
     ({"lr_decay": -1}, "lr_decay must be a finite number > 0, got -1: 1 keeps the learning rate constant"),
-    ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
-    ({"clip_norm": 0}, "clip_norm must be a finite number > 0, got 0: None means no clipping"),
     ({"momentum": 0.9, "optimizer": optax.scale_by_adam()}, "momentum must be 0 when an optimizer is given, got 0.9"),
-    ({"optimizer": "adam"}, "optimizer must be an optax transformation such as optax.scale_by_adam"),
     ({"direction": "descent", "lr": 1}, "direction must be None without an optimizer, got 'descent': pass optimizer="),
     (
         {"direction": "descent", "optimizer": optax.adam(0.1)},
         'lr must be 1 with direction="descent", because the optimizer has a learning rate of its own, got 0.1',
     ),
     ({"lr": 1e-50}, "lr must be a finite number > 0 in float32, the dtype that JAX uses, got 1e-50, which becomes 0"),
-    ({"lr": 10**400}, "lr must be a finite number > 0"),
-    ({"weight_decay": 1e39}, "weight_decay must be .* got 1e.39, which becomes infinite"),
 ]
 SIMULATION = [
     ({"cohort_size": 0}, "cohort_size must be in 1..2, got 0: the federation has 2 clients"),

@@ -284,24 +284,6 @@ def test_algorithms_with_finish_communicate_client_states_twice(data) -> None:
         assert finished == 2 * unfinished > 0
 
 
-def test_every_epoch_visits_every_example_once() -> None:
-    """The model has one parameter per example, and example j is the unit vector j.
-
-    The loss is <w, x> and the learning rate is 1. So parameter j decreases by 1 with each visit to example j.
-    """
-    rows = np.eye(sum(SIZES), dtype=np.float32)
-    parts = np.split(np.arange(sum(SIZES)), np.cumsum(SIZES)[:-1])
-    counted = fd.FederatedData.from_partition(rows, np.zeros(len(rows), np.int32), parts)
-    model = fd.Model(lambda key: jnp.zeros(len(rows)), lambda w, x: x @ w, loss=lambda z, y: z)
-    local = fd.LocalTraining(epochs=3, batch_size=1, lr=1.0)
-    sim = simulate(counted, model=model, local=local, cohort_size=30, lanes=7)
-    state, _ = sim.round_fn(sim.init(jax.random.key(0)))
-    for i, part in enumerate(parts):
-        visits = -np.asarray(state.clients[i])
-        np.testing.assert_array_equal(visits[part], 3)
-        assert visits.sum() == 3 * len(part)
-
-
 def test_a_round_has_one_all_reduce_and_gathers_only_client_states(data) -> None:
     # FedDC has two trees of parameters in its message, and two in the state of a client.
     sim = simulate(data, fd.algorithms.feddc(0.1), devices=2)
@@ -359,17 +341,6 @@ def test_the_noise_of_an_optimizer_differs_between_clients_and_rounds(noise) -> 
     ]
     differ = not isinstance(noise.init({}), optax.EmptyState)
     assert [bool((kernels[0] != other).any()) for other in kernels[1:]] == [differ, differ, False]
-
-
-def test_the_gradient_of_a_short_batch_is_the_mean_over_its_examples() -> None:
-    """5 examples in batches of 4 give one step with 4 examples, and one step with 1 example."""
-    x = np.arange(1, 6, dtype=np.float32)[:, None]
-    one = fd.FederatedData.from_clients([(x, np.zeros(5, np.int32))])
-    model = fd.Model(lambda key: jnp.zeros(1), lambda w, x: x @ w, loss=lambda z, y: z)
-    sim = simulate(one, model=model, local=fd.LocalTraining(batch_size=4, lr=1.0), cohort_size=1)
-    state, info = sim.round_fn(sim.init(jax.random.key(0)))
-    assert any(np.isclose(-float(state.params[0]), (15 - alone) / 4 + alone) for alone in range(1, 6))
-    assert int(info["steps"]) == int(info["executed_steps"]) == 2
 
 
 def test_uniform_cohorts(data) -> None:

@@ -230,22 +230,9 @@ def test_states_of_aggregations_with_every_placement(data, name, options) -> Non
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: a.private(1.0, 0.5, target_quantile=1.5), "target_quantile must be a probability"),
-        (lambda: a.private(1.0, 0.5, target_quantile=0.5, clip_lr=0), "clip_lr must be"),
-        (lambda: a.private(1.0, 0.5, count_stddev=1.0), "count_stddev has no effect on a fixed clip"),
-        (lambda: a.private_ftrl(1.0, 0.5, 0), "restart_every must be an integer >= 1"),
-        (lambda: a.private_ftrl(0.0, 0.5, 3), "clip_norm must be"),
-    ],
-)
-def test_values_out_of_range_are_refused(make, said) -> None:
-    with pytest.raises(ValueError, match=said):
-        make()
-
-
 def test_rules_that_do_not_fit_are_refused(data) -> None:
+    with pytest.raises(ValueError, match="count_stddev has no effect on a fixed clip"):
+        a.private(1.0, 0.5, count_stddev=1.0)
     with pytest.raises(ValueError, match="noise_multiplier must be less than 0.3, twice count_stddev, got 0.5"):
         simulate(data, a.private(1.0, 0.5, target_quantile=0.5))
     with pytest.raises(ValueError, match='sampling must be "bernoulli"'):

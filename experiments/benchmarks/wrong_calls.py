@@ -23,7 +23,10 @@ import abuse
 def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
     for family in abuse.FAMILIES:
         each = arguments.calls // len(abuse.FAMILIES)
-        counts = Counter(outcome.wrong for outcome in abuse.abused(family, each, arguments.seed))
+        outcomes = list(abuse.abused(family, each, arguments.seed))
+        counts = Counter(outcome.wrong for outcome in outcomes)
+        for outcome in {outcome.call.partition("=")[0]: outcome for outcome in outcomes if outcome.wrong}.values():
+            print(str(outcome)[:300], flush=True)
         found = ", ".join(f"{count} {wrong}" for wrong, count in counts.items() if wrong)
         yield measure.row(f"{family}, {each} calls", each - counts[""], "wrong", at_most=0, note=found)
 

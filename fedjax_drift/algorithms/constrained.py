@@ -24,8 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
-from fedjax_drift.local import train
+from fedjax_drift.algorithms.fedavg import fedavg, trained_from
 from fedjax_drift.model import Model
 from fedjax_drift.spec import NonNegative
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
@@ -70,8 +69,7 @@ def constrained(
         def loss(theta: Params, batch: Batch, key: jax.Array) -> jax.Array:
             return work.loss(theta, batch, key) + mu / 2 * distance(theta, batch)
 
-        theta, trained = train(work, start=w, loss=loss)
-        return ClientResult(tree.subtract(theta, w), weight(work, "examples"), client, trained)
+        return trained_from(w, work, "examples", client, loss=loss)
 
     whole, alone = (kind, part) == ("parameter", "all"), part == "classifier" or (kind, part) == ("feature", "header")
     needed = Needs(features=not whole, extractor=not whole and not alone)

@@ -19,8 +19,7 @@ from typing import NamedTuple
 import jax
 
 from fedjax_drift import tree
-from fedjax_drift.algorithms.fedavg import weight
-from fedjax_drift.local import train
+from fedjax_drift.algorithms.fedavg import trained_from
 from fedjax_drift.spec import Fraction, NonNegative
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm
 
@@ -50,8 +49,7 @@ def fedacg(beta: NonNegative = 2e-3, lam: Fraction = 0.85) -> Algorithm:
         def proximal(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, theta, start: g + beta * (theta - start), g, theta, start)  # (2)
 
-        theta, trained = train(work, start=start, correct=proximal)
-        return ClientResult(tree.subtract(theta, start), weight(work, "uniform"), client, trained)
+        return trained_from(start, work, "uniform", client, correct=proximal)
 
     def server_update(server: Server, D: PyTree, context: Round) -> Server:
         m = jax.tree.map(lambda m, D: lam * m + D, server.m, D)  # (3)

@@ -30,8 +30,7 @@ from typing import Annotated, Literal, NamedTuple
 import jax
 
 from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import weight
-from fedjax_drift.local import train
+from fedjax_drift.algorithms.fedavg import trained_from
 from fedjax_drift.spec import Fix, Fraction, NonNegative, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
 
@@ -80,8 +79,7 @@ def fedadc(
         def control(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, mbar: g + mbar, g, mbar)  # (8)-(11)
 
-        theta, trained = train(work, start=w, correct=control, at=shift if variant == "nesterov" else None)
-        return ClientResult(tree.subtract(theta, w), weight(work, "uniform"), client, trained)
+        return trained_from(w, work, "uniform", client, correct=control, at=shift if variant == "nesterov" else None)
 
     def server_update(server: Server, D: PyTree, context: Round) -> Server:
         m = jax.tree.map(lambda m, D: -D / context.lr + (beta - gamma_beta) * m, server.m, D)  # (16), (17)

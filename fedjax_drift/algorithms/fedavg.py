@@ -36,15 +36,21 @@ def fedavg(server_lr: Positive = 1.0, weighting: Weighting = "examples") -> Algo
     """
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
-        w = server.params
-        theta, trained = train(work, start=w)
-        D = tree.subtract(theta, w)
-        return ClientResult(D, weight(work, weighting), client, trained)
+        return trained_from(server.params, work, weighting, client)
 
     def server_update(server: Server, D: PyTree, context: Round) -> Server:
         return Server(jax.tree.map(lambda w, D: w + server_lr * D, server.params, D))  # (1)
 
     return Algorithm(Server, lambda params: (), client_update, server_update, name="fedavg")
+
+
+def trained_from(start: Params, work: Work, weighting: str, client: PyTree = (), **options: Any) -> ClientResult:
+    """The result of a client that trains from ``start`` and sends its update D_i = theta_i - start.
+
+    client: its new state. options: of `local.train`.
+    """
+    theta, trained = train(work, start, **options)
+    return ClientResult(tree.subtract(theta, start), weight(work, weighting), client, trained)
 
 
 def weight(work: Work, weighting: str) -> jax.Array:

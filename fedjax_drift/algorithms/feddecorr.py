@@ -20,10 +20,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import tree
-from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, trained_from
 from fedjax_drift.algorithms.moon import features_and_loss
-from fedjax_drift.local import train
 from fedjax_drift.spec import NonNegative
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm
 
@@ -52,8 +50,7 @@ def feddecorr(
             h, CE = features_and_loss(work, theta, batch, key)
             return CE + beta * redundancy(h, batch.mask, scale)
 
-        theta, trained = train(work, start=server.params, loss=loss)
-        return ClientResult(tree.subtract(theta, server.params), weight(work, weighting), client, trained)
+        return trained_from(server.params, work, weighting, client, loss=loss)
 
     base = fedavg(weighting=weighting)
     return base._replace(client_update=client_update, requires=Needs(features=True), name="feddecorr")

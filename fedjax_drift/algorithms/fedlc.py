@@ -22,9 +22,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import tree
-from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
-from fedjax_drift.local import train
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, trained_from
 from fedjax_drift.model import cross_entropy
 from fedjax_drift.spec import NonNegative
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
@@ -71,8 +69,7 @@ def fedlc(
             value = jnp.where(tau == 0, cross_entropy(z, batch.y), value.reshape(len(value), -1).mean(1))
             return batch_mean(value, batch.mask)
 
-        theta, trained = train(work, start=w, loss=loss)
-        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, trained)
+        return trained_from(w, work, weighting, client, loss=loss)
 
     return fedavg(weighting=weighting)._replace(
         client_update=client_update, requires=Needs(classifier=True), name="fedlc"

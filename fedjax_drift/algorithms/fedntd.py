@@ -18,9 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import tree
-from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
-from fedjax_drift.local import train
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, trained_from
 from fedjax_drift.model import cross_entropy
 from fedjax_drift.spec import NonNegative, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
@@ -57,8 +55,7 @@ def fedntd(beta: NonNegative = 1.0, temperature: Positive = 1.0, weighting: Weig
             kl = kl.reshape(len(kl), -1).mean(1)  # an example may have several labels
             return batch_mean(cross_entropy(logits, batch.y) + beta * temperature**2 * kl, batch.mask)  # (1)
 
-        theta, trained = train(work, start=w, loss=loss)
-        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, trained)
+        return trained_from(w, work, weighting, client, loss=loss)
 
     return fedavg(weighting=weighting)._replace(
         client_update=client_update, requires=Needs(classifier=True), name="fedntd"

@@ -17,9 +17,7 @@ from typing import Any
 
 import jax
 
-from fedjax_drift import tree
-from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
-from fedjax_drift.local import train
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, trained_from
 from fedjax_drift.spec import NonNegative, Positive
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Work, algorithm
 
@@ -39,8 +37,6 @@ def fedprox(mu: NonNegative, server_lr: Positive = 1.0, weighting: Weighting = "
         def proximal(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, theta, w: g + mu * (theta - w), g, theta, w)  # (2)
 
-        theta, trained = train(work, start=w, correct=proximal)
-        D = tree.subtract(theta, w)
-        return ClientResult(D, weight(work, weighting), client, trained)
+        return trained_from(w, work, weighting, client, correct=proximal)
 
     return fedavg(server_lr, weighting)._replace(client_update=client_update, name="fedprox")

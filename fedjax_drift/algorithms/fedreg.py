@@ -30,8 +30,7 @@ import optax
 from jax import lax
 
 from fedjax_drift import checks, tree
-from fedjax_drift.algorithms.fedavg import fedavg, weight
-from fedjax_drift.local import train
+from fedjax_drift.algorithms.fedavg import fedavg, trained_from
 from fedjax_drift.spec import Count, Fraction, Positive, Share
 from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
 
@@ -122,8 +121,7 @@ def fedreg(
             drift = remove(drift, g3)  # (3)
             return jax.tree.map(lambda w, drift: w + drift, w, drift)  # (4)
 
-        theta, trained = train(work, start=w, at=between, after=project)
-        return ClientResult(tree.subtract(theta, w), weight(work, "uniform"), client, trained)
+        return trained_from(w, work, "uniform", client, at=between, after=project)
 
     return fedavg()._replace(client_update=client_update, requires=Needs(classifier=True), name="fedreg")
 

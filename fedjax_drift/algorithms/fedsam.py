@@ -23,9 +23,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_drift import tree
-from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, trained_from
 from fedjax_drift.algorithms.fedcm import with_client_momentum
-from fedjax_drift.local import train
 from fedjax_drift.spec import NonNegative, Positive, Share
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm
 
@@ -42,8 +41,7 @@ def fedsam(rho: NonNegative = 0.1, server_lr: Positive = 1.0, weighting: Weighti
     base = fedavg(server_lr, weighting)
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:
-        theta, trained = train(work, start=server.params, loss=perturbed(work, rho))
-        return ClientResult(tree.subtract(theta, server.params), weight(work, weighting), client, trained)
+        return trained_from(server.params, work, weighting, client, loss=perturbed(work, rho))
 
     return base._replace(client_update=client_update, name="fedsam")
 

@@ -26,10 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_drift import axes, tree
-from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
+from fedjax_drift.algorithms.fedavg import Weighting, fedavg, trained_from
 from fedjax_drift.algorithms.fedgmt import divergence
 from fedjax_drift.algorithms.fedsam import ascent
-from fedjax_drift.local import train
 from fedjax_drift.spec import Flag, NonNegative, Positive
 from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, PyTree, Work, algorithm, batch_mean
 
@@ -75,8 +74,7 @@ def fedsol(
             e = perturbation(lax.stop_gradient(theta), batch, key)
             return work.loss(jax.tree.map(lambda theta, e: theta + e, theta, e), batch, key)  # (4)
 
-        theta, trained = train(work, start=w, loss=loss)
-        return ClientResult(tree.subtract(theta, w), weight(work, weighting), client, trained)
+        return trained_from(w, work, weighting, client, loss=loss)
 
     return base._replace(client_update=client_update, requires=Needs(classifier=True), name="fedsol")
 
