@@ -145,6 +145,12 @@ def test_personal_leaves_of_the_servers_variables_do_not_move() -> None:
     assert frozen.clients == alg.fedbabu(personal="out").init_client(start.params) and frozen.clients.personal == []
 
 
+@pytest.mark.parametrize("params", [jnp.zeros((3, 2)), jnp.arange(6.0).reshape(3, 2)])
+def test_the_first_models_of_ifca_differ(params) -> None:
+    models = np.asarray(alg.ifca(3).init_server({"w": params}).models["w"])
+    assert np.array_equal(models[0], params) and len({model.tobytes() for model in models}) == 3
+
+
 @pytest.mark.thorough
 def test_a_straggler_of_fedrep_does_a_step_on_the_shared_leaves() -> None:
     """SCAFFOLD divides by the number of these steps. Drift is that of the shared leaves."""

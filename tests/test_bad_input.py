@@ -86,10 +86,7 @@ DATA = [
         lambda: clients((X, Y), (X[:, :2], Y)),
         r"client 1 must have the dtypes and shapes of the other clients, inputs float32\[3\] .*, got float32\[2\]",
     ),
-    (
-        lambda: clients((X[:, :2], Y), (X, Y), (X, Y)),
-        r"client 0 must have .*, inputs float32\[3\] .*, got float32\[2\]",
-    ),
+    (lambda: clients((X[:, :2], Y), (X, Y), (X, Y)), r"client 0 must .* inputs float32\[3\] .*, got float32\[2\]"),
     (lambda: clients((X, Y + 0.5), (X, Y), (X, Y)), r"client 0 must .* labels int64\[\], got float32\[3\] and float64"),
     (lambda: clients((X, Y), (X, Y.astype("f4")), (X, Y)), r"client 1 must .* labels int64\[\], got .* float32\[\]"),
     (
@@ -109,10 +106,7 @@ DATA = [
     (lambda: fd.FederatedData.of_shapes(2, 2**31, (1,)), "sizes must be in 0..2147483647, got 2147483648"),
     (lambda: clients((X, Y), (X.astype(np.uint8), Y)), "got uint8"),
     (lambda: clients((X, Y), (infinite(), Y)), "inputs must be finite, got NaN or infinity in example 6: correct it"),
-    (
-        lambda: clients(([[2**63 + 1, -1]], [0])),
-        "inputs must be .*integers must be smaller than 2..63, got 92233720368",
-    ),
+    (lambda: clients(([[2**63 + 1, -1]], [0])), "inputs must .*integers must be smaller than 2..63, got 92233720368"),
     (lambda: clients((np.array(["a"] * 4), Y)), "inputs must be a numeric array"),
     (lambda: federation(test=(X, Y[:2])), "test data must have as many inputs as labels, got 4 inputs and 2 labels"),
     (lambda: federation(test=(X[:, :1], Y)), "test inputs must have the dtype and shape of the training inputs"),
@@ -122,20 +116,11 @@ DATA = [
     (lambda: images(mean=0.5, std=0.0), "std must be > 0"),
     (lambda: images(mean=np.nan, std=1.0), "mean must be a finite number"),
     (lambda: images(mean=[0.1, 0.2], std=1.0), "3 of them, one per channel"),
-    (
-        lambda: federation(mean=0.5, std=1.0),
-        "mean must be None unless the inputs are uint8 images, got inputs of float32",
-    ),
+    (lambda: federation(mean=0.5, std=1.0), "mean must be None unless the inputs are uint8 images, got .* float32"),
     (lambda: federation(test=(X, Y, Y)), r"test must be a pair \(inputs, labels\), got a tuple of 3"),
-    (
-        lambda: federation(test=(X, Y[:, None])),
-        r"test labels must have the dtype and shape of the training labels, int64\[\] per example",
-    ),
+    (lambda: federation(test=(X, Y[:, None])), r"test labels must have the dtype .*, int64\[\] per example"),
     (lambda: fd.FederatedData.from_clients(X, Y), "one .inputs, labels. pair for each client, got a ndarray"),
-    (
-        lambda: fd.FederatedData.from_partition(X, Y, fd.partition.iid(2)),
-        r"got a function: if it is a partitioner, call it",
-    ),
+    (lambda: fd.FederatedData.from_partition(X, Y, fd.partition.iid(2)), "got a function: if it is a parti.*, call it"),
     (lambda: fd.datasets.load("synthetic", partition=fd.partition.iid), "partition must be a partitioner such as"),
     (lambda: fd.models.lenet5(input_shape=(5,)), r"input_shape must be one that CNN accepts, got \(5,\)"),
     (lambda: fd.FederatedData.from_partition(X, Y, [[0, 1], []]), "client 1 is empty"),
@@ -144,10 +129,7 @@ DATA = [
     (lambda: clients_of({"a": (X, Y), "b": (X[:0], Y[:0])}), "client b is empty|client 1 is empty"),
     (lambda: clients_of({"a": (X, Y)}, test_clients=[(X, Y)]), "test_clients must be a dict with client names"),
     (lambda: clients_of({"anna": (X, Y)}, test_clients={"ana": (X, Y)}), "got 'ana': did you mean 'anna'"),
-    (
-        lambda: clients_of([(X, Y)], test_clients={"a": (X, Y)}),
-        "test_clients must be a list, because clients is a list, got a dict",
-    ),
+    (lambda: clients_of([(X, Y)], test_clients={"a": (X, Y)}), "test_clients must be a list, because .*, got a dict"),
     (lambda: clients_of({1: (X, Y), "1": (X, Y)}), "2 different names, one per client, got 2, of which 1 differ"),
     (lambda: clients_of({"anna": (X, Y)}).client("ana"), "no client has the name 'ana' .*: did you mean 'anna'"),
     (lambda: federation().client("anna"), "no client has the name 'anna' .the clients have ids only"),
@@ -161,10 +143,7 @@ DATA = [
     (lambda: federation().with_validation(1e-9), "must hold out at least one example"),
     (lambda: fd.models.linear(784), "input_shape must be a tuple of integers >= 1 such as .28, 28, 1., got 784"),
     (lambda: fd.models.save_params("w", "x.npz"), "params, at its root, must be a numeric array"),
-    (
-        lambda: fd.grid(optimizer="adam"),
-        r"optimizer must be a list of one or more values, got 'adam': pass grid\(optimizer=\[...\]\)",
-    ),
+    (lambda: fd.grid(optimizer="adam"), r"optimizer must be a list .*, got 'adam': pass grid\(optimizer=\[...\]\)"),
     (lambda: fd.grid(lr=0.1), r"lr must be a list of one or more values, got 0.1: pass grid\(lr=\[...\]\)"),
     (lambda: fd.plots.curves([{"round": 1, "accuracy": "a"}]), "records' accuracy must be numbers, or lists"),
     (lambda: fd.plots.curves([{"round": 1.5, "accuracy": 1}]), "records' round must be an integer >= 0, got 1.5"),
@@ -182,6 +161,24 @@ LOCAL = [
         'lr must be 1 with direction="descent", because the optimizer has a learning rate of its own, got 0.1',
     ),
     ({"lr": 1e-50}, "lr must be a finite number > 0 in float32, the dtype that JAX uses, got 1e-50, which becomes 0"),
+]
+DESCENT = "got one that maps it to a descent direction: pass optax.sca"
+IDLE = 'got updates of 0 in the first 10 steps.*pass direction="ascent" for an optimi'
+FAILS = "got one that fails .*: use one without"
+OPTIMIZERS: list = [
+    (optax.adam(0.1), "pass optax.scale_by_adam"),
+    (optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.5, 10, 1000)), DESCENT),  # the first update is 0
+    (optax.chain(optax.add_noise(1.0, 0.0, key=1), optax.sgd(0.1)), DESCENT),
+    (optax.chain(optax.apply_every(5), optax.scale_by_learning_rate(0.1)), DESCENT),
+    (optax.sgd(optax.linear_schedule(0.0, 1.0, 10, transition_begin=500)), IDLE),
+    (optax.set_to_zero(), IDLE),
+    (
+        optax.masked(optax.scale(-1.0), {"classifier": {"dense": {"kernel": True, "bias": False}}}),
+        "in both dir",
+    ),
+    (optax.stateless(lambda g, _: jax.tree.map(jnp.sum, g)), "of the optimizer must be shaped like the .*: .*float32"),
+    *((make, FAILS) for make in (optax.polyak_sgd(), optax.lbfgs(), optax.contrib.sophia(0.1))),
+    (optax.lookahead(optax.sgd(1), 2, 1), FAILS),
 ]
 SIMULATION = [
     ({"cohort_size": 0}, "cohort_size must be in 1..2, got 0: the federation has 2 clients"),
@@ -207,68 +204,22 @@ SIMULATION = [
         )
         for dtype in ("uint8", "float32", "bool")
     ),
-    ({"local": fd.LocalTraining(optimizer=optax.adam(0.1))}, "pass optax.scale_by_adam"),
-    *[
-        (
-            {"local": fd.LocalTraining(optimizer=optimizer)},
-            "got one that maps it to a descent direction: pass optax.sca",
-        )
-        for optimizer in (
-            optax.adamw(optax.warmup_cosine_decay_schedule(0.0, 0.5, 10, 1000)),  # the first update is 0
-            optax.chain(optax.add_noise(1.0, 0.0, key=1), optax.sgd(0.1)),
-            optax.chain(optax.apply_every(5), optax.scale_by_learning_rate(0.1)),
-        )
-    ],
-    *[
-        ({"local": fd.LocalTraining(optimizer=optimizer)}, f'got updates {seen}.*pass direction="ascent" for an optimi')
-        for optimizer, seen in (
-            (optax.sgd(optax.linear_schedule(0.0, 1.0, 10, transition_begin=500)), "of 0 in the first 10 steps"),
-            (optax.set_to_zero(), "of 0 in the first 10 steps"),
-            (
-                optax.masked(optax.scale(-1.0), {"classifier": {"dense": {"kernel": True, "bias": False}}}),
-                "in both dir",
-            ),
-        )
-    ],
-    *[
-        (
-            {"local": fd.LocalTraining(optimizer=optimizer, direction=way, lr=1)},
-            "got one that fails .*: use one without",
-        )
-        for optimizer in (
-            optax.polyak_sgd(),
-            optax.lbfgs(),
-            optax.contrib.sophia(0.1),
-            optax.lookahead(optax.sgd(1), 2, 1),
-        )
-        for way in (None, "descent")
-    ],
-    (
-        {"local": fd.LocalTraining(optimizer=optax.stateless(lambda g, _: jax.tree.map(jnp.sum, g)))},
-        "the updates of the optimizer must be shaped like the parameters: .*float32",
+    *(({"local": fd.LocalTraining(optimizer=optimizer)}, message) for optimizer, message in OPTIMIZERS),
+    *(
+        ({"local": fd.LocalTraining(optimizer=optimizer, direction="descent", lr=1)}, message)
+        for optimizer, message in OPTIMIZERS
+        if message is FAILS
     ),
     ({"local": fd.LocalTraining(epochs=2**31)}, "fewer than 2\\*\\*31 local steps, got 2147483648"),
     ({"data": clients((X, np.eye(4, dtype=int))), "cohort_size": 1}, r"without the class axis, .*y.argmax"),
-    (
-        {"model": regression(lambda z, y: (z[:, None] - y[None]) ** 2)},
-        r"one number per example, \[7\] for 7 examples, got \[7, 7\]",
-    ),
-    (
-        {"model": regression(lambda z, y: ((z - y) ** 2).mean())},
-        r"one number per example, \[7\] for 7 examples, got \[\]",
-    ),
-    (
-        {"model": regression(lambda z, y: z @ y[:3])},
-        r"the loss must accept logits \[7\] with labels \[7\], got one that fails \(",
-    ),
+    ({"model": regression(lambda z, y: (z[:, None] - y[None]) ** 2)}, r"one number per example, .*, got \[7, 7\]"),
+    ({"model": regression(lambda z, y: ((z - y) ** 2).mean())}, r"one number per example, \[7\] for 7 .*, got \[\]"),
+    ({"model": regression(lambda z, y: z @ y[:3])}, r"the loss must accept logits \[7\] with labels \[7\], .*fails \("),
     ({"data": clients((X.astype(int) + 2**40, Y)), "cohort_size": 1}, "data must fit in int32"),
     ({"model": fd.Model({"w": X}, lambda w, x: x @ w)}, "Model.init must be a function, got a dict"),
     ({"model": fd.models.linear((3,), 3)._replace(cosine="no")}, "Model.cosine must be True or False, got 'no'"),
     ({"algorithm": fd.algorithms.fedavg()._replace(report=3)}, "Algorithm.report must be a function, got 3"),
-    (
-        {"data": with_test(X.astype(float) + 1e300)},
-        "data must fit in float32, which JAX computes with, got 1e.300..1e.300 in x_test",
-    ),
+    ({"data": with_test(X.astype(float) + 1e300)}, "data must fit in float32, .* got 1e.300..1e.300 in x_test"),
     ({"data": with_test(X, Y + 2**40)}, "data must fit in int32, .* in y_test: number the classes from 0"),
     (
         {
@@ -282,13 +233,10 @@ SIMULATION = [
     ({"data": two_classes(2 * (Y > 0) - 1), "cohort_size": 1}, r"got -1..1: number the classes from 0, as np.unique"),
     ({"data": two_classes(Y > 0), "cohort_size": 1}, r"must be integers for the default loss, got bool: pass y.astype"),
     ({"model": dropped()}, "the model changes its own state, as nnx.Dropout .*: use fd.Model.from_nnx"),
-    (
-        {"model": fd.Model(lambda key: {"f": jnp.tanh}, lambda w, x: x)},
-        "a pytree of arrays only, got one that fails .*eqx.partition",
-    ),
+    ({"model": fd.Model(lambda key: {"f": jnp.tanh}, lambda w, x: x)}, "a pytree of arrays only, .*eqx.partition"),
     (
         {"model": fd.Model(lambda key: {"rngs": {"count": jnp.uint32(0)}}, lambda w, x: x)},
-        "got uint32 at .*rngs.*: use fd.Model.from_nnx",
+        "at .*rngs.*use fd.Model.from_nnx",
     ),
     ({"donate": True, "on_nonfinite": "raise"}, "with donate=True, got"),
     ({"mesh": jax.make_mesh((1,), ("x",))}, 'with the axis "clients"'),
@@ -430,12 +378,7 @@ LOSSES: list = [  # the loss, the labels, the logits of a batch, the error
     (lambda z, y: optax.hinge_loss(z, y.astype(z.dtype)), BINARY * 2 - 1, (4,), None),
     (lambda z, y: z - y * jnp.log(z), FLOATS, (4,), None),  # NaN for the negative ones of the random logits
     (ce, Y, (4, 3), None),
-    (
-        ce,
-        Y + 1,
-        (4, 3),
-        r"training labels must be in 0..2 \(the model has 3 outputs\), got 1..3: use a model with more",
-    ),
+    (ce, Y + 1, (4, 3), r"training labels must be in 0..2 \(the model has 3 outputs\), got 1..3: use a model wi"),
     (ce, Y - 1, (4, 3), r"got -1..1: -1 often means that there is no label: drop these rows, x\[y != -1\] and"),
     (ce, Y - 2, (4, 3), "got -2..0: number the classes from 0"),
     (ce, BINARY * 2 - 1, (4, 3), "got -1..1: number the classes from 0"),

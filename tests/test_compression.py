@@ -31,7 +31,7 @@ UNBIASED = ("none", "qsgd", "unbiased random_k")
 
 
 def sent(codec: c.Codec, x: np.ndarray, key: int = 0) -> tuple[np.ndarray, float]:
-    decoded, bits = codec.send(jax.random.key(key), jnp.asarray(x))
+    decoded, bits = jax.jit(codec.send)(jax.random.key(key), jnp.asarray(x))
     return np.asarray(decoded), float(bits)
 
 
@@ -223,17 +223,24 @@ def test_what_was_sent_and_the_residual_add_up_to_the_messages(name) -> None:
 
     base = a.fedavg()._replace(client_update=update)
     algorithm, server = c.compressed(base, CODECS[name]), SimpleNamespace(params=None)
-    keys = jax.random.split(jax.random.key(0), 20)
-    messages = [update(None, (), SimpleNamespace(key=key)).message for key in keys]
-    state = algorithm.complete(algorithm.init_client(None), jax.tree.map(jnp.zeros_like, messages[0]))
-    total = jax.tree.map(jnp.zeros_like, messages[0])
-    for key in keys[: 5 if name == "unbiased random_k" else 20]:  # its residual grows without a bound
-        result = algorithm.client_update(server, state, SimpleNamespace(key=key))
-        state, total = result.state, jax.tree.map(jnp.add, total, summed(result.message))
-    messages = messages[: 5 if name == "unbiased random_k" else 20]
-    assert int(total["n"][1]) == 3 * len(messages)  # integers are sent as they are
-    for leaf, residual, *parts in zip(*map(jax.tree.leaves, (total, state.residual, *messages)), strict=True):
-        np.testing.assert_allclose(leaf + residual, sum(parts), atol=1e-4 if "random" in name else 1e-5)
+    n = 5 if name == "unbiased random_k" else 20  # its residual grows without a bound
+
+    @jax.jit
+    def sent_after(keys: jax.Array) -> tuple:
+        messages = jax.vmap(lambda key: update(None, (), SimpleNamespace(key=key)).message)(keys)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf[0]), messages)
+
+        def one(state, key):
+            result = algorithm.client_update(server, state, SimpleNamespace(key=key))
+            return result.state, summed(result.message)
+
+        state, parts = jax.lax.scan(one, algorithm.complete(algorithm.init_client(None), zeros), keys)
+        return [jax.tree.map(lambda a: a.sum(0), each) for each in (parts, messages)], state.residual
+
+    (total, expected), residual = sent_after(jax.random.split(jax.random.key(0), n))
+    assert int(total["n"][1]) == 3 * n  # integers are sent as they are
+    for leaf, left, whole in zip(*map(jax.tree.leaves, (total, residual, expected)), strict=True):
+        np.testing.assert_allclose(leaf + left, whole, atol=1e-4 if "random" in name else 1e-5)
 
 
 def test_error_feedback_converges_on_quadratics_and_without_it_does_not() -> None:
