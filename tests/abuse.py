@@ -336,9 +336,8 @@ def algorithms() -> Iterator[Call]:
 
 def local_training() -> Iterator[Call]:
     optimizer = optional(only(optax.GradientTransformation))
-    yield of(
-        fd.LocalTraining, direction=optional(Kind(ANYTHING)), optimizer=optimizer
-    )  # a direction needs an optimizer
+    needs_one = optional(Kind(ANYTHING))  # a direction needs an optimizer
+    yield of(fd.LocalTraining, direction=needs_one, optimizer=optimizer)
     yield of(fd.LocalTraining, {"optimizer": optax.scale_by_adam(), "lr": 1}, lr=Kind(), momentum=Kind())
 
 
@@ -462,19 +461,12 @@ def methods() -> Iterator[Call]:
     valid = {"state": state, "key": jax.random.key(0), "rounds": 1, "progress": False}
     rows = [[value] for value in [*cohort.nonsense, None]]  # `run` takes a table of cohorts
     cohorts = Kind([*cohort.nonsense, *rows], [None, [[0, 1]], np.array([[0, 2], [1, 2]]), ([2],), lambda t: [t]])
-    for method in (
-        sim.init,
-        sim.round_fn,
-        sim.evaluate,
-        sim.evaluate_clients,
-        sim.evaluate_receivers,
-        sim.measure,
-        sim.run,
-    ):
+    for name in ("init", "round_fn", "evaluate", "evaluate_clients", "evaluate_receivers", "measure", "run"):
+        method = getattr(sim, name)
         takes = inspect.signature(method).parameters
-        kinds |= {"cohort": cohorts} if method == sim.run else {}
+        kinds |= {"cohort": cohorts} if name == "run" else {}
         given, asked = ({name: of[name] for name in takes if name in of} for of in (valid, kinds))
-        yield Call(f"sim.{method.__name__}", method, given, asked)
+        yield Call(f"sim.{name}", method, given, asked)
 
 
 def of_runs() -> dict[str, Kind]:
@@ -550,9 +542,7 @@ def federated_data() -> Iterator[Call]:
     test = PAIR._replace(odd=[(X, Y), [jnp.asarray(X), Y.tolist()]])  # test inputs must have the dtype of X
     of_clients = {"clients": clients, "test": test, "test_clients": tests, **of_all}
     yield Call("fd.FederatedData.from_clients", data.from_clients, {"clients": two}, of_clients)
-    none = [
-        value for value in ANYTHING if not isinstance(value, (np.ndarray, jax.Array, range)) and value is not RAGGED
-    ]
+    none = [v for v in ANYTHING if not isinstance(v, (np.ndarray, jax.Array, range)) and v is not RAGGED]
     parts = Kind(
         [*none, [[8]], [[0.5]], [[-1]], [["a"]], [[]], fd.partition.iid(2)],
         [PARTS, tuple(PARTS), [[0], [1]], [range(2), range(3)]],
@@ -580,7 +570,7 @@ def seed() -> Kind:
 
 
 def dealing() -> Kind:
-    """The kind of a number > 0 that NumPy uses in float64. It accepts 1e-50 and 1e39, which `positive` rejects."""
+    """The kind of a number > 0 of NumPy, which may be 1e-50 or 1e39. These are 0 and infinity in float32."""
     return Kind([*NO_NUMBER, 0, -1, -0.5], [1e-50, 1e39, np.float32(0.5), Fraction(1, 2)])
 
 
