@@ -16,6 +16,7 @@ import fedjax_drift as fd
 alg = fd.algorithms
 
 
+# Two steps of rate 1/2 towards a: D = 3 (a - w) / 4. The targets are 2 and 8, so D = 1.5 and 6 from w = 0. K eta = 1.
 def test_feddyn_and_feddc_by_hand() -> None:
     # alpha = 1/2 and w = 0. The first step leads to a / 2, and the second to a / 2 + a / 4 - a / 8. The mean of the
     # clients' models is 5 * 5 / 8 = 3.125. h has the same value.
