@@ -38,6 +38,13 @@ def points(line):
     return line.get_xydata().tolist()
 
 
+def texts(of):
+    """Returns texts, or those of the figure's legend, each in one line."""
+    if hasattr(of, "legends"):
+        of = [text for legend in of.legends for text in legend.get_texts()]
+    return [text.get_text().replace("\n", " ") for text in of]
+
+
 def edges(axes, x):
     """Returns the lower and the upper edge of the band of the first run at x."""
     outline = axes.collections[0].get_paths()[0].vertices
@@ -67,8 +74,7 @@ def test_lines_show_the_measured_rounds(picture, tmp_path):
             known = [(record["round"], record[key]) for record in records[name] if record.get(key) is not None]
             assert points(line) == [[t, np.ravel(value)[-1]] for t, value in known]
         assert axes.get_yscale() == scale and axes.get_xlabel() == "Round" and axes.get_ylabel() and axes.get_title()
-    (legend,) = figure.legends
-    names = [text.get_text() for text in legend.get_texts()]
+    names = texts(figure)
     assert len(names) == 2 and names[0][0] == "a" and names[1][0] == "b"  # the run without a line has no entry
     guides = [points(axes.lines[-1]) for axes in figure.axes] if picture is plots.forgetting else []
     assert all(guide == [[0, 1], [1, 1]] for guide in guides)
@@ -141,14 +147,13 @@ def test_a_run_that_diverges_is_named_and_does_not_flatten_the_others():
     never = [r | {"train_loss": None} for r in good]
     empty = [r | ({"train_loss": None, "clients": 0} if r["round"] == 20 else {}) for r in good]
     records = {"good": good, "bad": bad, "never": never, "seeds": [good, bad], "no client in the end": empty}
-    names = [text.get_text().replace("\n", " ") for text in plots.curves(records).legends[0].get_texts()]
-    assert names == [
+    assert texts(plots.curves(records)) == [
         "good", "bad (diverged in round 12)", "never (diverged in round 1)",
         "seeds (1 of 2 seeds diverged, the first in round 12)", "no client in the end",
     ]  # fmt: skip
-    assert plots.curves(bad).legends[0].get_texts()[0].get_text() == "diverged in round 12"  # a run without a name
-    ticks = plots.rounds_to_target({"bad": bad}, 0.9).axes[0].get_yticklabels()
-    assert ticks[0].get_text() == "bad (diverged in round 12)"
+    assert texts(plots.curves(bad)) == ["diverged in round 12"]  # a run without a name
+    (axes,) = plots.rounds_to_target({"bad": bad}, 0.9).axes
+    assert texts(axes.get_yticklabels()) == ["bad (diverged in round 12)"]
 
     huge = [r | {"train_loss": r["train_loss"] * (1e9 if r["round"] > 12 else 1)} for r in good]
     _, loss = plots.curves({"good": good, "huge": huge, "also": good}).axes
@@ -246,7 +251,7 @@ def test_several_seeds_are_shown_as_a_mean_with_its_confidence_interval(tmp_path
     for records, name in ((tmp_path, "a"), ({"b": tmp_path}, "b"), (runs, "lr 0.1")):
         figure = plots.curves(records)
         assert points(figure.axes[0].lines[0]) == points(loss.lines[0])
-        assert [text.get_text() for text in figure.legends[0].get_texts()] == [name]
+        assert texts(figure) == [name]
     assert not plots.curves(seeds[0]).legends  # a single history has no name
 
     # On a logarithmic axis, the mean and the interval are those of the logarithms.
@@ -266,14 +271,14 @@ def test_the_plot_of_rounds_to_target_marks_bounds():
     (axes,) = plots.rounds_to_target(records, 0.9).axes
     assert [bar.get_width() for bar in axes.patches] == [20, 20, 20]
     assert [bar.get_hatch() for bar in axes.patches] == [None, None, "///"]
-    assert [text.get_text() for text in axes.texts] == ["20", "mean 20", "> 20"] and "90 %" in axes.get_title()
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["there", "seeds", "never"]
+    assert texts(axes.texts) == ["20", "mean 20", "> 20"] and "90 %" in axes.get_title()
+    assert texts(axes.get_yticklabels()) == ["there", "seeds", "never"]
     # A thin line starts at the evaluation before the first one that reaches the target. The last entry has the dots
     # of the seeds.
     assert [line.get_xdata().tolist() for line in axes.lines] == [[10, 20], [0, 10], [20, 30], [10, 30]]
     assert "line: since the evaluation before" in axes.get_xlabel()
     (axes,) = plots.rounds_to_target({"a": [run(0.9), run(0.1)]}, 0.5).axes
-    assert axes.texts[0].get_text() == "mean > 10 (1 of 2 seeds)"
+    assert texts(axes.texts) == ["mean > 10 (1 of 2 seeds)"]
     loss = [{"round": t, "train_loss": 1 / t} for t in range(1, 6)]
     (axes,) = plots.rounds_to_target(loss, 0.25, key="train_loss").axes
     assert axes.patches[0].get_width() == 4 and not axes.lines and axes.get_xlabel() == "Round"
@@ -290,8 +295,7 @@ def swept(algorithm, seeds=(0, 1), settings=({},), value=0.5):
 
 def test_runs_of_several_algorithms_and_settings_have_distinct_names(tmp_path):
     def names(records):
-        figure = plots.curves(records)
-        return [text.get_text() for text in figure.legends[0].get_texts()] if figure.legends else []
+        return texts(plots.curves(records))
 
     both = swept("fedavg") + swept("feddc", value=0.7)
     assert names(both) == ["fedavg", "feddc"] and names(both[:2]) == []
@@ -333,17 +337,15 @@ def test_fairness_shows_quantiles_and_the_worst_tenth():
     before, after = (axes.lines[0] for axes in figure.axes)
     np.testing.assert_allclose(before.get_xydata(), [[0, 20], [25, 20], [50, 40], [75, 60], [100, 100]])
     np.testing.assert_allclose(after.get_ydata()[1:], [30, 50, 70, 110])
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["FedAvg: 20 %, own models 30 %"]
+    assert texts(figure) == ["FedAvg: 20 %, own models 30 %"]
     both = {str(i): {"accuracy": accuracy, "personal_accuracy": accuracy} for i in range(24)}
     looks = [(line.get_color(), line.get_linestyle()) for line in plots.fairness(both).axes[0].lines]
     assert len(set(looks)) == 24
     some = plots.fairness({"a": {"accuracy": accuracy}, "b": {"accuracy": accuracy * np.nan}})
-    assert some.legends[0].get_texts()[1].get_text() == "b (no finite score)"
-    assert [t.get_text() for t in plots.fairness({"accuracy": accuracy}).legends[0].get_texts()] == [
-        "all clients: 20 %"
-    ]
+    assert texts(some)[1] == "b (no finite score)"
+    assert texts(plots.fairness({"accuracy": accuracy})) == ["all clients: 20 %"]
     figure = plots.fairness({"loss": np.array([0.5, 2.0, np.nan]), "personal_loss": np.array([0.1, 0.2, np.nan])})
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["all clients: 2, own models 0.2"]
+    assert texts(figure) == ["all clients: 2, own models 0.2"]
     assert figure.axes[0].lines[0].get_ydata().tolist() == [2.0, 2.0, 0.5] and "Loss" in figure.axes[0].get_ylabel()
 
 
@@ -381,7 +383,7 @@ def test_plots_accept_records_in_all_forms(tmp_path):
         with logs.Log(tmp_path / name, before=run):
             pass
     for records in (tmp_path, {"a": tmp_path / "a", "b": run}, {"a": f"{tmp_path}/a", "b": [run]}):
-        assert [text.get_text() for text in plots.curves(records).legends[0].get_texts()] == ["a", "b"]
+        assert texts(plots.curves(records)) == ["a", "b"]
 
 
 def test_drift_story_has_four_panels(tmp_path):
@@ -397,11 +399,10 @@ def test_drift_story_has_four_panels(tmp_path):
     assert drift.get_yscale() == "log" and points(drift.lines[0])[0] == [3, records["a"][2]["client_drift"][-1]]
     assert points(accuracy.lines[1])[24] == [25, 50] and points(accuracy.lines[2]) == [[0, 50], [1, 50]]
     assert len({line.get_marker() for line in accuracy.lines[:2]}) == 2  # the lines also differ without colours
-    assert [text.get_text() for text in rounds.texts] == ["> 40", "25"]
+    assert texts(rounds.texts) == ["> 40", "25"]
     assert (tmp_path / "story.png").stat().st_size > 10_000
     long = {f"a name with many settings, of which the last one differs, {i}": records["a"] for i in range(3)}
-    labels = plots.drift_story(long, 0.5, data).axes[3].get_yticklabels()
-    assert [label.get_text().replace("\n", " ") for label in labels] == [*long]
+    assert texts(plots.drift_story(long, 0.5, data).axes[3].get_yticklabels()) == [*long]
 
 
 def test_label_mix_shows_shares_as_bubbles():
@@ -544,19 +545,17 @@ def test_all_methods_of_a_table_can_be_read():
     assert max(path.vertices[:, 1].max() for path in axes.collections[0].get_paths()) == 100
     crosses = [points(line)[0] for line in axes.lines if line.get_marker() == "x"]
     assert crosses == [[20, 70], [1, 0]]
-    names = [text.get_text().replace("\n", " ") for text in figure.legends[0].get_texts()]
-    assert names == ["best", "explodes", "ends", "never", "published", "diverges after this point"]
+    assert texts(figure) == ["best", "explodes", "ends", "never", "published", "diverges after this point"]
 
 
 def test_what_the_legend_says_holds_in_every_panel():
     both = [0.1] * 5, [1.0] * 3 + [float("inf")] * 2
     figure = plots.quadratics({"x": both, "y": (both[1], both[1])}, ["all", "some"])
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["x", "y (diverged in round 4)", "diverges after this point"]
+    assert texts(figure) == ["x", "y (diverged in round 4)", "diverges after this point"]
     never = [record | {"kl": [float("nan")] * 3, "cka": [float("nan")] * 3} for record in history()]
     never = [record | {"train_loss": float("nan")} for record in never]
     figure = plots.agreement({"a": history(), "b": never})
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b (diverged in round 1)"]
+    assert texts(figure) == ["a", "b (diverged in round 1)"]
 
 
 def test_plots_do_not_change_the_backend():
