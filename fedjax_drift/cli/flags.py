@@ -371,8 +371,8 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
 
 
 @functools.cache
-def flags_of_run() -> tuple[str, ...]:
-    """The names of all flags of a simulation and of its execution."""
+def flags_of_run() -> dict[str, Any]:
+    """The flags of a simulation and of its execution, with their defaults."""
     parser = Parser(add_help=False)
     add_run(parser)
-    return tuple(action.dest for action in parser._actions)
+    return {action.dest: action.default for action in parser._actions}

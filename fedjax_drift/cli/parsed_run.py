@@ -114,10 +114,10 @@ def parse_run(
     return assemble(args, data, values)
 
 
-def _words_of(value: Any) -> Any:
+def words_of(value: Any) -> Any:
     """The value of a flag in the settings: of a name with options, the word on the command line."""
     if isinstance(value, list):
-        return [_words_of(each) for each in value]
+        return [words_of(each) for each in value]
     return value.text if isinstance(value, Chosen) else str(value) if isinstance(value, Path) else value
 
 
@@ -209,7 +209,7 @@ def assemble(
             trained, data, algorithm, local=local, cohort_size=args.cohort, mesh=mesh, bank=bank, **options
         )
     first = next(iter(simulations.values()))
-    texts = {flag: _words_of(getattr(args, flag)) for flag in flags_of_run()}
+    texts = {flag: words_of(getattr(args, flag)) for flag in flags_of_run()}
     settings = {flag: text for flag, text in texts.items() if flag not in GROUPED} | {
         "dataset": {"name": args.dataset.name, **args.dataset.options},
         "partition": partition_text(args),

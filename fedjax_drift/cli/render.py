@@ -27,40 +27,33 @@ def show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 
 BRIEF = {"round": "", "time": "s ", "megabytes": "MB "}  # of `records.UNITS`
+SHOWN = (  # flags that the heading shows in lines of their own
+    "dataset", "algorithm", "model", "rounds", "cohort", "epochs", "steps", "batch_size", "lr", "devices", "lanes",
+    "devices_per_client",
+)  # fmt: skip
 NAME_WIDTH = 22  # columns for the name of an algorithm in the table, which then has 80 columns
 
 
-def heading(config: Mapping[str, Any], output: Path) -> str:
-    data, local, model, part = config["data"], config["local"], config["model"], config["train"]
-    redeal, measure, devices = config["redeal"], config["measure"], config["devices"]
+def heading(config: Mapping[str, Any], changed: Mapping[str, Any], output: Path) -> str:
+    """Returns what is simulated. changed: the flags that do not have their defaults."""
+    data, local, model, part, devices = (config[name] for name in ("data", "local", "model", "train", "devices"))
     given = "epochs" if local["steps"] is None else "steps"
-    trained_for = f"{local[given]} {given[:-1]}{'s' * (local[given] > 1)}"
-    usual = vars(fd.LocalTraining(local["epochs"], local["batch_size"], local["lr"])) | vars(fd.Failures())
-    usual |= {"steps": local["steps"], "lr_schedule": None}
-    changed = [f"{name} {value}" for name, value in local.items() if value != usual[name]]
-    failing = [f"{k.replace('_', ' ')} {value}" for k, value in config["failures"].items() if value != usual[k]]
-    failing += [config["aggregation"]] * (config["aggregation"] != "mean")
     trained = f", {part['parameters']:,} trained ({part['name']})" if part else ""
     together = f"{devices['per_client']} for each client, " if devices["per_client"] > 1 else ""
-    method = "evenly" if redeal == "evenly" else f"by Dirichlet({redeal})"
-    redistributed = "" if redeal is None else f", examples redistributed {method}"
-    often = "every round" if measure["every"] == 1 else f"every {measure['every']} rounds"
-    selected = " ".join(config["participation"]) or config["sampling"]
-    shifted = {"shifts": ", ".join(config["shift"])} if config["shift"] else {}
-    speeds = {name: value for name, value in (config["speeds"] or {}).items() if value != vars(fd.Devices())[name]}
-    timed = [config["clock"]] * bool(config["clock"]) + [f"{k.replace('_', ' ')} {v:g}" for k, v in speeds.items()]
-    measured = {"measured": f"{', '.join(measure['names'])}, {often}"} if measure["names"] else {}
+    options = []
+    for flag in [flag for flag in changed if flag not in SHOWN]:
+        value = changed[flag]
+        words = value if isinstance(value, list) else [] if value is True else ["no"] if value is False else [value]
+        options.append(" ".join([flag.replace("_", "-"), *map(str, words)]))
     return aligned({
         "data": f"{config['dataset']['name']}: {data['rows']:,} examples for training, {data['test_rows']:,} for "
         + ("validation" if config["validation"] else "testing"),
         "clients": f"{data['clients']:,} with {data['sizes']['min']:,} to {data['sizes']['max']:,} examples, "
-        f"{config['cohort_size']:,} per round ({selected}{redistributed})",
-        **shifted,
+        f"{config['cohort_size']:,} per round",
         "model": f"{model['name']}, {model['parameters']:,} parameters{trained}",
-        "local training": ", ".join([trained_for, f"batches of {local['batch_size']}", f"lr {local['lr']}", *changed]),
-        **({"failures": ", ".join(failing)} if failing else {}),
-        **({"time": ", ".join(timed)} if timed else {}),
-        **measured,
+        "local training": f"{local[given]} {given[:-1]}{'s' * (local[given] > 1)}, batches of {local['batch_size']}, "
+        f"lr {local['lr']}",
+        **({"options": ", ".join(options)} if options else {}),
         "devices": f"{devices['count']} ({devices['platform']}), {together}lanes {config['lanes']}",
         "output": str(output),
     })  # fmt: skip

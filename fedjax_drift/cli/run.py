@@ -61,9 +61,9 @@ import numpy as np
 
 import fedjax_drift as fd
 from fedjax_drift import checks
-from fedjax_drift.cli.flags import add, add_run, add_switch, needs
+from fedjax_drift.cli.flags import add, add_run, add_switch, flags_of_run, needs
 from fedjax_drift.cli.output import add_checkpoints, add_output, output_folder, resume_words, write_results, written
-from fedjax_drift.cli.parsed_run import BANKS, ParsedRun, algorithm_specs, assemble, use_devices
+from fedjax_drift.cli.parsed_run import BANKS, ParsedRun, algorithm_specs, assemble, use_devices, words_of
 from fedjax_drift.cli.render import clients_table, heading, show_error, table, wrap, wrapped_command
 from fedjax_drift.cli.resume import Restored, absolute_paths, restored
 from fedjax_drift.cli.values import ACCURACY, COUNT, processes, reader
@@ -127,6 +127,7 @@ class Job:
       checkpoints: Those of each algorithm. Empty with --keep 0.
       until: The rule that ends a run early.
       progress: As in `Simulation.run`.
+      changed: The flags that do not have their defaults.
     """
 
     parsed: ParsedRun
@@ -135,6 +136,7 @@ class Job:
     checkpoints: Mapping[str, fd.Checkpoints]
     until: Until | None
     progress: bool | None
+    changed: Mapping[str, Any]
 
     def rounds_done(self, history: Sequence[Record]) -> int:
         """The number of rounds that an algorithm has done with every seed."""
@@ -203,7 +205,8 @@ def start(args: argparse.Namespace, argv: Sequence[str], final_table: Callable[.
     folders = {name: output / "checkpoints" / f"{i}-{file_name(name)}" for i, name in enumerate(parsed.simulations, 1)}
     checkpoints = {name: fd.Checkpoints(folder, **saves) for name, folder in folders.items() if args.keep}
     seeds, progress = range(args.seed, args.seed + args.seeds), False if args.no_progress else None
-    job = Job(parsed, seeds, output, checkpoints, _until(args), progress)
+    changed = {name: words_of(v) for name, default in flags_of_run().items() if (v := getattr(args, name)) != default}
+    job = Job(parsed, seeds, output, checkpoints, _until(args), progress, changed)
     config = {
         "command": shlex.join(["fedjax-drift", *absolute_paths(argv)]),
         **parsed.config,
@@ -293,7 +296,7 @@ def simulate(config: Mapping[str, Any], job: Job, before: dict[str, Restored], f
     if writes:
         job.output.mkdir(parents=True, exist_ok=True)
         replace_file(job.output / CONFIG, json.dumps(config, indent=2) + "\n")
-    print(heading(config, job.output), flush=True)
+    print(heading(config, job.changed, job.output), flush=True)
     records = {name: list(before[name][1]) if name in before else [] for name in config["algorithms"]}
     per_client: dict[str, dict[str, np.ndarray]] = {}
     name, stopped, interrupted = "", list[str](), False
