@@ -434,12 +434,7 @@ def slowmo(fed: Federation, w: Vector, beta: float, alpha: float = 1.0) -> Itera
 
 
 def fedadc(
-    fed: Federation,
-    w: Vector,
-    beta: float,
-    alpha: float = 1.0,
-    variant: str = "nesterov",
-    gamma: float | None = None,
+    fed: Federation, w: Vector, beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: float | None = None
 ) -> Iterator[Vector]:
     """Ozfatura et al. 2020, algorithm 3, with K_i instead of H."""
     gamma_beta = 1.0 if gamma is None else gamma * beta

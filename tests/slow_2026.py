@@ -225,12 +225,7 @@ def with_momentum(fed: Federation, t: int, i: int, w: Vector, m: Vector, beta: f
 
 
 def ghbm(
-    fed: Federation,
-    w: Vector,
-    tau: int = 10,
-    beta: float = 0.9,
-    nesterov: bool = False,
-    weighting: str = "examples",
+    fed: Federation, w: Vector, tau: int = 10, beta: float = 0.9, nesterov: bool = False, weighting: str = "examples"
 ) -> Iterator[Vector]:
     """Zaccone et al. 2025: the momentum of round t is m = (w_(t - tau) - w_t) / tau. It is 0 for t < tau."""
     past = [w]  # w_0 .. w_t

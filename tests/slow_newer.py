@@ -15,18 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from slow import (
-    Federation,
-    Gradient,
-    Vector,
-    corrected,
-    heavy_ball,
-    logits,
-    mean_gradient,
-    one_hot,
-    pack,
-    softmax,
-)
+from slow import Federation, Gradient, Vector, corrected, heavy_ball, logits, mean_gradient, one_hot, pack, softmax
 
 
 def e(rho: float, u: Vector) -> Vector:
@@ -114,12 +103,7 @@ def fedcm(
 
 
 def mofedsam(
-    fed: Federation,
-    w: Vector,
-    rho: float = 0.1,
-    alpha: float = 0.1,
-    server_lr: float = 1.0,
-    steps: str = "cohort",
+    fed: Federation, w: Vector, rho: float = 0.1, alpha: float = 0.1, server_lr: float = 1.0, steps: str = "cohort"
 ) -> Iterator[Vector]:
     """Qu et al. 2022, algorithm 2: FedCM with the gradient of FedSAM."""
     return client_momentum(fed, w, sharpness_aware(rho), alpha, server_lr, steps)
@@ -370,11 +354,7 @@ def fedadamw(
 
 
 def ditto(
-    fed: Federation,
-    w: Vector,
-    lam: float = 1.0,
-    personal_epochs: int | None = None,
-    weighting: str = "examples",
+    fed: Federation, w: Vector, lam: float = 1.0, personal_epochs: int | None = None, weighting: str = "examples"
 ) -> Iterator[Vector]:
     """Li et al. 2021b: FedAvg, and a personal model for each client.
 
