@@ -17,17 +17,8 @@ from fedjax_drift.recipes import Recipe, recorded
 from fedjax_drift.spec import Count, CountOrZero, Fix, Probability, checked
 
 __all__ = [
-    "Topology",
-    "complete",
-    "erdos_renyi",
-    "exponential",
-    "graph",
-    "groups",
-    "one_peer",
-    "ring",
-    "star",
-    "torus",
-]
+    "Topology", "complete", "erdos_renyi", "exponential", "graph", "groups", "one_peer", "ring", "star", "torus",
+]  # fmt: skip
 __dir__ = __all__.copy
 
 

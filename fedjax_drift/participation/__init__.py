@@ -13,18 +13,7 @@ from fedjax_drift.participation.rule import Clients, Participation
 from fedjax_drift.recipes import recorded as rule
 
 __all__ = [
-    "Clients",
-    "Participation",
-    "bernoulli",
-    "by_size",
-    "cyclic",
-    "diurnal",
-    "importance",
-    "markov",
-    "power_of_choice",
-    "rule",
-    "schedule",
-    "trace",
-    "uniform",
-]
+    "Clients", "Participation", "bernoulli", "by_size", "cyclic", "diurnal", "importance", "markov",
+    "power_of_choice", "rule", "schedule", "trace", "uniform",
+]  # fmt: skip
 __dir__ = __all__.copy

@@ -22,21 +22,7 @@ from fedjax_drift.shift.time import (
 )
 
 __all__ = [
-    "Owner",
-    "Shift",
-    "blur",
-    "brightness",
-    "chain",
-    "domains",
-    "gaussian_noise",
-    "gradual",
-    "mixture",
-    "none",
-    "permute_labels",
-    "recurring",
-    "rotate",
-    "rotate_over_time",
-    "rule",
-    "sudden",
-]
+    "Owner", "Shift", "blur", "brightness", "chain", "domains", "gaussian_noise", "gradual", "mixture", "none",
+    "permute_labels", "recurring", "rotate", "rotate_over_time", "rule", "sudden",
+]  # fmt: skip
 __dir__ = __all__.copy
