@@ -50,6 +50,23 @@ def _logits(w: jax.Array, x: jax.Array) -> jax.Array:
 QUADRATIC = fd.Model(lambda key: jnp.zeros(()), _logits, loss=lambda z, y: z[:, 0] ** 2 / 2)
 
 
+def rounds(sim: fd.Simulation, number: int, seed: int = 0) -> tuple[ServerState, list[dict]]:
+    """The state after some rounds, and the info of each, as NumPy arrays."""
+    state, infos = sim.init(jax.random.key(seed)), []
+    for _ in range(number):
+        state, info = sim.round_fn(state)
+        infos.append(jax.device_get(info))
+    return state, infos
+
+
+def assert_close(got: Any, want: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, want)
+
+
+def assert_equal(got: Any, want: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
 def quadratics(targets, sizes=None, curvatures=None) -> tuple[fd.FederatedData, fd.Model]:
     """F_i(w) = h_i (w - a_i)^2 / 2. All examples of client i are (a_i, sqrt(h_i)), so all batches have equal gradients.
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from small import assert_close
 from together import ASKED_AT, ROUNDS, SOURCES, adapted, outcome, rows, simulate
 
 import fedjax_drift as fd
@@ -55,10 +56,6 @@ def free_address() -> str:
     with socket.socket() as listening:
         listening.bind(("localhost", 0))
         return f"localhost:{listening.getsockname()[1]}"
-
-
-def assert_close(a, b) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), a, b)
 
 
 def test_two_processes_with_two_devices_agree_with_one_process(tmp_path) -> None:

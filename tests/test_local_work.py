@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small import thorough
+from small import assert_close, thorough
+from small import rounds as several
 
 import fedjax_drift as fd
 
@@ -24,18 +25,10 @@ def simulate(algorithm=None, devices: int = 1, **options) -> fd.Simulation:
     return fd.Simulation(MODEL, DATA, algorithm, cohort_size=K, mesh=mesh, **options)
 
 
-def rounds(sim: fd.Simulation, n: int = 3) -> tuple[fd.ServerState, dict]:
-    state = sim.init(jax.random.key(0))
-    for _ in range(n):
-        state, info = sim.round_fn(state)
-    return state, jax.device_get(info)
-
-
-def assert_close(a, b) -> None:
-    def close(a, b) -> None:
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-
-    jax.tree.map(close, (a.server, a.clients), (b.server, b.clients))
+def rounds(sim: fd.Simulation, n: int = 3) -> tuple[tuple, dict]:
+    """The variables of server and clients after some rounds, and the last info."""
+    state, infos = several(sim, n)
+    return (state.server, state.clients), infos[-1]
 
 
 def test_a_number_of_steps_is_so_many_steps_of_enough_epochs() -> None:
@@ -60,18 +53,6 @@ def test_steps_of_whole_epochs_are_these_epochs() -> None:
         sim = fd.Simulation(MODEL, same, fd.algorithms.fedavg(), local=local, cohort_size=2)
         states.append(rounds(sim)[0])
     assert_close(*states)
-
-
-@pytest.mark.parametrize(
-    ("devices", "options"),
-    [(1, {"lanes": 3}), thorough(2, {"stream": True}), thorough(2, {"shard_data": True, "bank": "sharded"})],
-)
-def test_places_do_not_change_the_steps(devices, options) -> None:
-    expected, _ = rounds(simulate())
-    state, info = rounds(simulate(devices=devices, **options))
-    for a, b in zip(jax.tree.leaves(state.server), jax.tree.leaves(expected.server), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    assert info["steps"] == K * STEPS
 
 
 def test_stragglers_stop_before_the_last_step() -> None:
@@ -107,8 +88,7 @@ def test_a_schedule_of_the_learning_rate() -> None:
             state, info = sim.round_fn(state)
             assert float(info["lr"]) == pytest.approx(float(schedule(t)))
             if t == 0 or algorithm.recipe.arguments["variate_lr"] == "current":
-                for a, b in zip(jax.tree.leaves(state.server), jax.tree.leaves(expected.server), strict=True):
-                    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
+                assert_close(state.server, expected.server, atol=1e-7)
     other = simulate(local=fd.LocalTraining(lr=optax.cosine_decay_schedule(0.2, 10), batch_size=4))
     same = simulate(local=local)
     assert other.executor.programs.compiled is same.executor.programs.compiled
@@ -140,7 +120,7 @@ def test_numbers_of_an_algorithm_may_be_schedules(make, options) -> None:
         values = {name: float(schedule(t)) or 1e-30 for name, schedule in schedules.items()}
         expected, other = simulate(make(**values)).round_fn(state)
         state, info = sim.round_fn(state)
-        assert_close(state, expected)
+        assert_close((state.server, state.clients), (expected.server, expected.clients))
         assert info.keys() == other.keys()
 
 
@@ -153,7 +133,6 @@ def test_bad_local_work() -> None:
         (lambda: fd.LocalTraining(lr=lambda t: t), "a floating scalar for every round, got int32"),
         (lambda: fd.algorithms.fedavg(server_lr=lambda t: "a"), "server_lr must be a number, or a function of the"),
         (lambda: fd.algorithms.fedavg(server_lr=lambda t: -1.0 + 0 * t), "server_lr must be a finite number > 0"),
-        (lambda: fd.algorithms.fedavg(weighting=lambda t: 1.0), "weighting must be one of"),
         (lambda: simulate(fd.algorithms.fedrep()), "fedrep needs at least 2 epochs, got 7 steps"),
         (lambda: simulate(fd.algorithms.ditto(personal_epochs=2)), "ditto needs at least 1 epochs, got 7 steps"),
     ):

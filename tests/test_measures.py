@@ -58,7 +58,7 @@ def dense_hessian(sim, params, statistics=None) -> np.ndarray:
             whole = inner if statistics is None else {"params": inner, "batch_stats": wide[1]}
             return sim.model.loss(sim.model.apply(whole, x), y).mean()
 
-        return np.asarray(jax.hessian(loss)(theta))
+        return np.asarray(jax.jit(jax.hessian(loss))(theta))
 
 
 def largest(H) -> np.ndarray:
@@ -86,8 +86,10 @@ def test_eigenvalues_of_operators_without_a_gap():
     """A random start has a part in one direction of each eigenspace only, and then a new vector is needed."""
 
     def found(values):
-        A = np.diag(np.float32(values))
-        return np.asarray(curvature.lanczos(lambda v: A @ v, jnp.zeros(len(A)), jax.random.key(0)))
+        a = jnp.asarray(values, jnp.float32)
+        return np.asarray(
+            jax.jit(lambda a: curvature.lanczos(lambda v: a * v, jnp.zeros(len(a)), jax.random.key(0)))(a)
+        )
 
     for values in ([0] * 6, [2] * 5, [0, 0, 0, 5, 5, 5], [-3, 1, 1, 4]):
         np.testing.assert_allclose(found(values), values, atol=2e-6)
@@ -99,7 +101,7 @@ def test_the_trace_is_unbiased():
     A = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
     A = A + A.T
     keys = jax.random.split(jax.random.key(0), 400)
-    estimates = jax.vmap(lambda key: curvature.trace(lambda v: A @ v, jnp.zeros(8), key))(keys)
+    estimates = jax.jit(jax.vmap(lambda key: curvature.trace(lambda v: A @ v, jnp.zeros(8), key)))(keys)
     error = np.sqrt(2 * ((A**2).sum() - (np.diag(A) ** 2).sum()) / 10)
     assert abs(estimates.mean() - np.trace(A)) < 4 * error / 20
     np.testing.assert_allclose(estimates.std(), error, rtol=0.15)

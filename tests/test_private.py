@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_participation import K, N, model, rounds
+from small import rounds
+from test_participation import K, N, model
 from test_participation import data as data
 from test_participation import simulate as simulated
 
@@ -187,47 +188,7 @@ def test_in_how_many_trees_a_client_takes_part() -> None:
     assert trees_of_a_client(p.cyclic(5), 9, 100, 5) == 20 and trees_of_a_client(p.cyclic(10), 12, 101, 5) == 11
 
 
-# --- combinations -----------------------------------------------------------------------------------------------------
-
-RULES = {
-    "adaptive": (a.private(0.2, 0.1, target_quantile=0.5), None),
-    "tree": (a.private_ftrl(0.2, 0.3, 3), p.cyclic(3)),
-}
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", RULES)
-def test_runs_resume_bitwise_and_sweeps_share_a_program(data, name, tmp_path) -> None:
-    rule, participation = RULES[name]
-    sim = simulate(data, rule, participation)
-    whole, history = sim.run(sim.init(jax.random.key(0)), 5, progress=False)
-    sim.run(sim.init(jax.random.key(0)), 2, progress=False, checkpoints=tmp_path)
-    restored, _ = fd.Checkpoints(tmp_path).restore(sim)
-    end, _ = sim.run(restored, 3, progress=False)
-    for one, other in zip(*(jax.tree.leaves((s.server, s.aggregation)) for s in (whole, end)), strict=True):
-        np.testing.assert_array_equal(one, other)
-    assert ("clip_norm" in history[0]) == (name == "adaptive")
-    numbers = {"clip_norm": 0.4, "noise_multiplier": 0.2}
-    other = rule.recipe.again({**rule.recipe.arguments, **numbers})
-    assert simulate(data, other, participation).executor.programs.compiled is sim.executor.programs.compiled
-    (run,) = sim.sweep(5, [0], progress=False)
-    np.testing.assert_allclose(model(run.state), model(whole), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "options", [{"devices": 2}, {"bank": "host", "stream": True}, {"devices": 2, "lanes": 2}], ids=str
-)
-@pytest.mark.parametrize("name", RULES)
-def test_states_of_aggregations_with_every_placement(data, name, options) -> None:
-    rule, participation = RULES[name]
-    states = [rounds(simulate(data, rule, participation, fd.algorithms.scaffold(), **o), 4)[0] for o in ({}, options)]
-    np.testing.assert_allclose(model(states[1]), model(states[0]), rtol=1e-4, atol=1e-6)
-    for one, other in zip(*(jax.tree.leaves(s.aggregation) for s in states), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5)
-
-
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- rules of users, and what does not fit ----------------------------------------------------------------------------
 
 
 def test_rules_that_do_not_fit_are_refused(data) -> None:
@@ -237,6 +198,8 @@ def test_rules_that_do_not_fit_are_refused(data) -> None:
         simulate(data, a.private(1.0, 0.5, target_quantile=0.5))
     with pytest.raises(ValueError, match='sampling must be "bernoulli"'):
         simulate(data, a.private(1.0, 0.1, target_quantile=0.5), p.uniform())
+    with pytest.raises(ValueError, match="count_stddev has no effect on a fixed clip"):
+        a.private(1.0, 0.5, count_stddev=1.0)
     two_functions = a.Aggregation(
         lambda message, weight: (message, weight), lambda total, weight, key, K: total, name="mine"
     )
@@ -245,7 +208,7 @@ def test_rules_that_do_not_fit_are_refused(data) -> None:
     keeps = a.mean()._replace(combine=lambda state, total, weight, key, K: (weight, state))
     with pytest.raises(ValueError, match="mean has the structure of a message"):
         simulate(data, keeps)
-    state, _ = rounds(simulate(data, RULES["tree"][0], p.cyclic(3)), 1)
+    state, _ = rounds(simulate(data, a.private_ftrl(0.2, 0.3, 3), p.cyclic(3)), 1)
     with pytest.raises(ValueError, match="aggregation rule"):
         simulate(data, a.private_ftrl(0.1, 0.1, 3), p.cyclic(3)).round_fn(state.with_source("aggregation", ()))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from test_drift import REQUIRED
+from test_algorithms import small
 from test_trajectories import library_order
 
 import fedjax_drift as fd
@@ -161,7 +161,7 @@ def slow(kept: str) -> list[tuple[Any, Any, list[Any]]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "kept", "lanes"), [("linen", "average", 1), ("nnx", "average", 3), ("nnx", "local", 1)]
+    ("kind", "kept", "lanes"), [("linen", "average", 1), ("nnx", "average", 3), ("nnx", "local", 4)]
 )
 def test_fedavg_matches_the_slow_loop(kind, kept, lanes) -> None:
     with jax.enable_x64(True):
@@ -212,17 +212,13 @@ def cosines(kept: str) -> fd.Model:
     return MODULES["linen"](kept)._replace(cosine=True)
 
 
-def algorithm_of(name: str) -> fd.Algorithm:
-    return ALGORITHMS[name](**REQUIRED.get(name, {}))
-
-
 FOLLOWS_ACCURACY = ("fedgvr", "fedgvrgm")
 
 
 @pytest.mark.parametrize("kept", ["average", "local", "frozen"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_handles_the_statistics_or_is_refused(name, kept) -> None:
-    algorithm = algorithm_of(name)
+    algorithm = small(ALGORITHMS[name])
     refused = (algorithm.requires.one_model and kept != "frozen") or (name in FOLLOWS_ACCURACY and kept == "local")
     if refused:
         with pytest.raises(ConfigurationError, match=f"{name} .*got statistics=.{kept}"):
@@ -251,7 +247,7 @@ def test_padding_does_not_change_the_results(name) -> None:
     with jax.enable_x64(True):
         model = in_float64(cosines("average"))
         for sizes in ((3, 2), (3, 9)):
-            sim = simulate(model, algorithm_of(name), some_clients(sizes=sizes), cohort_size=1)
+            sim = simulate(model, small(ALGORITHMS[name]), some_clients(sizes=sizes), cohort_size=1)
             state = sim.init(jax.random.key(0))
             for _ in range(2):  # in the second round, MOON and LfD have a previous model
                 state, _ = sim.round_fn(state, [0])
@@ -277,21 +273,6 @@ def test_the_statistics_need_no_additional_forward_pass() -> None:
 
 
 # --- the rest of the library ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kept", ["average", "local"])
-def test_the_number_of_lanes_does_not_change_the_results(kept) -> None:
-    """With 4 lanes, one lane is empty, and clients wait for the one with the most steps."""
-    models = []
-    with jax.enable_x64(True):
-        model = in_float64(MODULES["nnx"](kept))
-        for lanes in (1, 4):
-            sim = simulate(model, clients=some_clients(), lanes=lanes)
-            state = sim.init(jax.random.key(0))
-            for cohort in COHORTS[:2]:
-                state, _ = sim.round_fn(state, cohort)
-            models.append((state.params, state.clients.statistics))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), *models)
 
 
 def test_a_resumed_run_is_bitwise_equal(tmp_path) -> None:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import thorough
+from small import assert_close, assert_equal, thorough
 
 import fedjax_drift as fd
 from fedjax_drift.devices import memory
@@ -46,14 +46,6 @@ def simulate(data, algorithm=None, devices=2, **options) -> fd.Simulation:
     return fd.Simulation(fd.models.linear((6,), 4), data, algorithm, mesh=mesh, **(SETTING | options))
 
 
-def assert_close(a, b, tolerance=1e-6) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), a, b)
-
-
-def assert_equal(a, b) -> None:
-    jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
 def client_states(state: fd.ServerState):
     """Returns the client states, leaves [N, ...], from the devices or from a client store."""
     ids = np.arange(len(SIZES))
@@ -72,9 +64,7 @@ def expected(data) -> tuple[fd.ServerState, list]:
     return state, infos
 
 
-@pytest.mark.parametrize(
-    ("where", "stream"), [("sharded", False), thorough("host", False), thorough("sharded", True), ("files", True)]
-)
+@pytest.mark.parametrize(("where", "stream"), [("files", True), thorough("host", False), thorough("sharded", True)])
 def test_results_do_not_depend_on_placement(data, mapped, expected, where, stream, tmp_path) -> None:
     bank = str(tmp_path / "bank") if where == "files" else where
     sim = simulate(mapped if stream else data, stream=stream, bank=bank, measure="updates")
@@ -91,27 +81,6 @@ def test_results_do_not_depend_on_placement(data, mapped, expected, where, strea
     assert_close(sim.round_fn(by_run, cohort=ids)[0].server, simulate(data).round_fn(state, cohort=ids)[0].server)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", [thorough("vrl_sgd"), "lfd"])
-def test_states_of_other_algorithms_can_be_kept_anywhere(data, name) -> None:
-    """In VRL-SGD, a client state has a scalar and is completed after the round.
-
-    In LfD, it has a flag and the local model of the client's last participation.
-    """
-
-    def after(bank: str):
-        model, algorithm = fd.models.linear((6,), 4, cosine=name == "lfd"), fd.algorithms.ALGORITHMS[name]()
-        mesh = fd.clients_mesh(jax.devices())
-        state = (sim := fd.Simulation(model, data, algorithm, mesh=mesh, bank=bank, **SETTING)).init(jax.random.key(3))
-        for _ in range(3):
-            state, _ = sim.round_fn(state)
-        return state.server, client_states(state)
-
-    wanted = after("device")
-    for bank in ("sharded", "host") if name == "vrl_sgd" else ("host",):
-        assert_close(after(bank), wanted)
-
-
 def test_sharded_client_states_are_divided_among_the_devices(data) -> None:
     odd = fd.FederatedData.from_clients([data.client(i) for i in range(9)], test=(data.x_test, data.y_test))
     sim = simulate(odd, bank="sharded", cohort_size=4, sampling="uniform")
@@ -122,17 +91,6 @@ def test_sharded_client_states_are_divided_among_the_devices(data) -> None:
     assert "all-gather" not in "".join(
         line for line in compiled.as_text().splitlines() if "f32[10," in line
     )  # no device ever has all client states
-
-
-@pytest.mark.thorough
-def test_redistributed_examples_can_be_streamed(data, mapped) -> None:
-    here, there = (
-        simulate(rows.redealt(0.5), devices=1, stream=stream) for rows, stream in ((data, False), (mapped, True))
-    )
-    state = here.init(jax.random.key(0))
-    (one, a), (two, b) = here.round_fn(state), there.round_fn(state)
-    assert_close(one.server, two.server)
-    assert_equal(a["size"], b["size"])
 
 
 def test_wrong_uses_of_client_states_outside_the_devices_raise(data, tmp_path) -> None:
@@ -186,7 +144,7 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("field", RULES)
+@pytest.mark.parametrize("field", ["clock", thorough("participation"), thorough("aggregation")])
 def test_a_state_that_was_saved_without_its_clients_goes_on_bit_for_bit(field, data, tmp_path) -> None:
     """Also with rules that have a state. If this state was not saved, the message names the field."""
     options = {"cohort_size": 2, "mesh": fd.clients_mesh(jax.devices()[:1]), **RULES[field]}
@@ -202,16 +160,6 @@ def test_a_state_that_was_saved_without_its_clients_goes_on_bit_for_bit(field, d
         sims[1].reopen(fd.ServerState(saved.round, saved.key, saved.server, clients=()))
     ends = [sim.round_fn(state)[0] for sim, state in zip(sims, (whole, sims[1].reopen(saved)), strict=True)]
     assert_equal(*(state._replace(key=(), clients=client_states(state)) for state in ends))
-
-
-def test_a_client_store_of_other_hyper_parameters_is_refused(data, tmp_path) -> None:
-    build = lambda alpha: simulate(data, fd.algorithms.feddc(alpha), bank=tmp_path / "bank")  # noqa: E731
-    state = build(0.1).init(jax.random.key(0))
-    saved = jax.device_get(state._replace(clients=()))
-    state.clients.close()
-    with pytest.raises(ValueError, match="alpha'?: 0.1 in the client store, not 0.01"):
-        build(0.01).reopen(saved)
-    assert int(build(0.1).reopen(saved).round) == 0
 
 
 def test_a_round_that_is_not_finite_changes_no_state(data) -> None:
@@ -390,7 +338,7 @@ def test_without_a_cpu_backend_cohorts_are_drawn_on_the_accelerator(data, monkey
 
     monkeypatch.setattr(jax, "local_devices", without)
     again = simulate(data, bank="host", stream=True)
-    assert_close(again.run(again.init(jax.random.key(0)), 2, progress=False)[0].server, expected.server, 0)
+    assert_equal(again.run(again.init(jax.random.key(0)), 2, progress=False)[0].server, expected.server)
 
 
 @pytest.mark.parametrize(

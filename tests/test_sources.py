@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import forgetting, quadratics
+from small import assert_close, assert_equal, forgetting, quadratics, thorough
 
 import fedjax_drift as fd
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.measures import measure
 from fedjax_drift.round.sources import Moment, Received, Source, Start
+from fedjax_drift.storage.identity import differences
 from fedjax_drift.testing import _data, contract_simulation
 
 TARGETS, SIZES = [2.0, 8.0, -4.0, 6.0], [1, 3, 2, 2]
@@ -114,14 +118,11 @@ def test_sources_that_change_nothing_give_the_same_bits() -> None:
         combine=lambda state, received, moment: (received, state),
         after=lambda state, outcome, moment: (state, {}),
     )
-    for algorithm in (fd.algorithms.scaffold(), fd.algorithms.mime()):
-        states = []
-        for sources in ([], [same]):
-            sim = contract_simulation(algorithm, sources=sources)
-            states.append(sim.run(sim.init(jax.random.key(1)), 3, progress=False)[0])
-        plain, other = states
-        assert plain.sources == {} and set(other.sources) == {"same"}
-        jax.tree.map(np.testing.assert_array_equal, (plain.server, plain.clients), (other.server, other.clients))
+    algorithm = C.compressed(fd.algorithms.mime(), C.top_k(0.5))  # with a first phase and states of clients
+    sims = [contract_simulation(algorithm, sources=sources) for sources in ([], [same])]
+    plain, other = (sim.round_fn(sim.round_fn(sim.init(jax.random.key(1)))[0])[0] for sim in sims)
+    assert plain.sources == {} and set(other.sources) == {"same"}
+    assert_equal((plain.server, plain.clients), (other.server, other.clients))
 
 
 def test_keys_of_a_source_depend_on_its_name_the_round_and_the_client() -> None:
@@ -135,27 +136,6 @@ def test_keys_of_a_source_depend_on_its_name_the_round_and_the_client() -> None:
     assert params(simulation(noisy("a")), 2) == alone
     assert params(simulation(noisy("b")), 2) != alone
     assert params(simulation(flipping(-1.0), noisy("a")), 2) == pytest.approx(alone)  # other sources change no key
-
-
-def test_numbers_of_a_source_are_arguments_of_the_program() -> None:
-    sims = [simulation(flipping(factor)) for factor in (2.0, 3.0)]
-    assert sims[0].executor.programs.compiled is sims[1].executor.programs.compiled
-    assert params(sims[0], 1) != params(sims[1], 1)
-
-
-def everything() -> list[Source]:
-    brighter = Source("brighter", example=lambda key, t, client, x, y: (x + 0.1 * t, y))
-    return [forgetting(3), flipping(0.5), drifting(1e-3), brighter]
-
-
-def test_a_sweep_over_a_number_of_a_source() -> None:
-    data = quadratics(TARGETS, SIZES)
-    settings = fd.grid(factor=[1.0, 2.0])
-    runs = fd.sweep(lambda factor: simulation(flipping(factor), data=data), 2, settings=settings, progress=False)
-    for run in runs:
-        sim = simulation(flipping(run.setting["factor"]))
-        alone, _ = sim.run(sim.init(jax.random.key(0)), 2, progress=False)
-        np.testing.assert_allclose(run.state.params, alone.params, rtol=1e-6)
 
 
 def test_bad_sources() -> None:
@@ -185,47 +165,138 @@ def test_bad_sources() -> None:
         other.round_fn(sim.init(jax.random.key(0)))
 
 
-# --- all pairs of the library's sources -------------------------------------------------------------------------------
+# --- the library's sources --------------------------------------------------------------------------------------------
 
-P, G = fd.participation, fd.aggregation
-VALUES: dict[str, list[dict[str, Any]]] = {
-    "participation": [{"participation": P.cyclic(2)}, {"participation": P.power_of_choice(5)}],
-    "failures": [{"dropout": 0.4, "stragglers": 0.5}, {"deadline": 1.2, "speed_spread": 0.5}],
-    "clock": [{"devices": fd.Devices(speed_spread=0.5)}, {"clock": fd.clock.asynchronous(4, "polynomial")}],
-    "shift": [{"data": lambda data: data.shifted(fd.shift.rule(lambda: lambda key, t, i, x, y: (x + 0.1 * i, y))())}]
-    + [{"data": lambda data: data.shifted(lambda key, t, i, x, y: (x + 0.01 * t, y), test="both")}],
-    "redeal": [{"data": lambda data: data.redealt()}, {"data": lambda data: data.redealt(0.5)}],
-    "aggregation": [{"aggregation": G.clipped(0.5)}, {"aggregation": G.private_ftrl(0.5, 0.1, 4)}],
-    "codec": [{"codec": fd.compression.top_k(0.5)}, {"codec": fd.compression.qsgd(7)}],
-    "topology": [
-        {"topology": fd.topology.groups([0, 1, 1, 0, 2, 1], every=2)},
-        {"topology": fd.topology.graph(fd.topology.ring(6)), "cohort_size": 6},
+
+@fd.shift.rule
+def moved_by_client(step: float) -> Any:
+    return lambda key, t, client, x, y: (x + step * client, y)
+
+
+@fd.shift.rule
+def moved_by_round(step: float) -> Any:
+    return lambda key, t, client, x, y: (x + step * t, y)
+
+
+@fd.sources.rule
+def brighter(step: float) -> Source:
+    return Source("brighter", example=lambda key, t, client, x, y: (x + step * t, y))
+
+
+def everything(step: float) -> list[Source]:
+    return [forgetting(3), flipping(0.5), drifting(step), brighter(0.1)]
+
+
+def adaptive(norm: float) -> fd.aggregation.Aggregation:
+    return fd.aggregation.private(norm, 0.1, target_quantile=0.5)
+
+
+P, G, T, C = fd.participation, fd.aggregation, fd.topology, fd.compression
+MODEL, STEPS = fd.models.linear((5,), 3), fd.LocalTraining(steps=7, batch_size=4)
+# Of each value: the options of a simulation for a number, the number, and another one. The argument of the function has
+# the name that the number has in a checkpoint.
+VALUES: dict[str, list[tuple[Callable[[Any], dict[str, Any]], Any, Any]]] = {
+    "participation": [
+        (lambda up: {"participation": P.markov(up, 0.2, P.power_of_choice(4))}, 0.6, 0.5),
+        (lambda floor: {"participation": P.cyclic(2, base=P.diurnal(5.0, floor=floor))}, 0.4, 0.5),
     ],
-    "own": [{"sources": [fd.compression.downlink(fd.compression.top_k(0.5))]}, {"sources": everything()}],
+    "failures": [
+        (lambda dropout: {"dropout": dropout, "stragglers": 0.5}, 0.4, 0.5),
+        (lambda deadline: {"deadline": deadline, "speed_spread": 0.5, "local": STEPS}, 1.2, 1.1),
+    ],
+    "clock": [
+        (lambda speed_spread: {"devices": fd.Devices(speed_spread, down=1e3)}, 0.5, 0.7),
+        (lambda exponent: {"clock": fd.clock.asynchronous(4, "polynomial", exponent)}, 0.5, 0.7),
+    ],
+    "shift": [
+        (lambda step: {"data": lambda data: data.shifted(moved_by_client(step))}, 0.1, 0.2),
+        (lambda step: {"data": lambda data: data.shifted(moved_by_round(step), "both")}, 0.01, 0.02),
+    ],
+    "redeal": [
+        (lambda redeal: {"data": lambda data: data.redealt(redeal)}, None, 0.5),
+        (lambda redeal: {"data": lambda data: data.redealt(redeal)}, 0.5, 0.6),
+    ],
+    "aggregation": [
+        (lambda norm: {"aggregation": G.clipped(norm)}, 0.5, 0.4),
+        (lambda noise_multiplier: {"aggregation": G.private_ftrl(0.5, noise_multiplier, 4)}, 0.1, 0.2),
+        # in no pair, because it has a participation rule of its own
+        (lambda clip_norm: {"aggregation": adaptive(clip_norm), "participation": P.bernoulli()}, 0.5, 0.4),
+    ],
+    "codec": [
+        (lambda fraction: {"codec": C.top_k(fraction)}, 0.5, 0.4),
+        (lambda levels: {"codec": C.qsgd(levels)}, 7, 8),
+    ],
+    "topology": [
+        (lambda every: {"topology": T.groups([0, 1, 1, 0, 2, 1], every)}, 2, 3),
+        (lambda W: {"topology": T.graph(W(6)), "cohort_size": 6}, T.ring, T.complete),
+    ],
+    "own": [
+        (lambda fraction: {"sources": [C.downlink(C.top_k(fraction))]}, 0.5, 0.4),
+        (lambda step: {"sources": everything(step)}, 1e-3, 2e-3),
+    ],
 }
+ALL = [(source, which) for source, values in VALUES.items() for which in range(len(values))]
+
+
+def made(source: str, which: int) -> dict[str, Any]:
+    options, number, _ = VALUES[source][which]
+    return options(number)
 
 
 def combined(*values: dict[str, Any]) -> fd.Simulation:
-    options: dict[str, Any] = {"dropout": 0.0, "stragglers": 0.0}
+    """SCAFFOLD with six clients. A program for one device is compiled faster."""
+    options: dict[str, Any] = {"local": fd.LocalTraining(epochs=2, batch_size=4), "cohort_size": 3, "lanes": 2}
+    options |= {"mesh": fd.clients_mesh(jax.devices()[:1])}
     algorithm, data = fd.algorithms.scaffold(weighting="uniform"), _data()
     for value in values:
         options |= {name: given for name, given in value.items() if name not in ("data", "codec")}
         data = value["data"](data) if "data" in value else data
-        algorithm = fd.compression.compressed(algorithm, value["codec"]) if "codec" in value else algorithm
-    return contract_simulation(algorithm, data=data, **options)
+        algorithm = C.compressed(algorithm, value["codec"]) if "codec" in value else algorithm
+    return fd.Simulation(MODEL, data, algorithm, **options)
 
 
-PAIRS = [
-    pytest.param(a, b, i, id=f"{a}, {b}, {i}", marks=() if (a, b, i) == ("clock", "own", 1) else pytest.mark.thorough)
-    for a, b in itertools.combinations(VALUES, 2)
-    for i in (0, 1)
-]
+def run(sim: fd.Simulation, state: fd.ServerState, rounds: int = 4, **options: Any) -> fd.ServerState:
+    return sim.run(state, rounds, eval_every=0, progress=False, **options)[0]
 
 
-@pytest.mark.parametrize(("first", "second", "which"), PAIRS)
+def assert_same(one: fd.ServerState, other: fd.ServerState) -> None:
+    assert_close(*((state.server, state.sources) for state in (one, other)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("source", "which"), ALL)
+def test_another_number_compiles_nothing_and_is_another_run(source, which) -> None:
+    """Other integers and other graphs are other programs, because shapes may depend on them."""
+    options, number, other = VALUES[source][which]
+    one, same, another = (combined(options(each)) for each in (number, number, other))
+    identity = one.specification.identity
+    assert not differences(identity, same.specification.identity)[0]
+    (changed,) = differences(identity, another.specification.identity)[0]
+    assert [changed.split(".")[-1]] == [*inspect.signature(options).parameters]
+    assert (one.executor.programs.compiled is another.executor.programs.compiled) == isinstance(number, float)
+    assert one.settings != another.settings or source not in ("failures", "clock", "aggregation")  # those of logs
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("source", "which"), ALL)
+def test_updates_are_measured_from_where_the_clients_have_started(source, which, monkeypatch) -> None:
+    """If a measure keeps no updates, the clients train a second time, which gives the same values."""
+    measured = []
+    for kept_bytes, lanes in ((measure.KEPT_BYTES, 1), (0, 2)):  # with other lanes, they share no program
+        monkeypatch.setattr(measure, "KEPT_BYTES", kept_bytes)
+        sim = combined(made(source, which), {"lanes": lanes})
+        state = sim.init(jax.random.key(1))
+        for _ in range(3):
+            state, _ = sim.round_fn(state)
+        measured.append(sim.measure(state, "updates"))
+    assert_close(*measured, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("first", "second"), itertools.combinations(VALUES, 2))
 def test_every_pair_of_sources_agrees_by_three_routes(first, second, which, tmp_path) -> None:
     """A run, the rounds one by one, and a resumed run. Pairs that exclude each other say so."""
-    values = VALUES[first][which], VALUES[second][which]
+    values = made(first, which), made(second, which)
     try:
         sim = combined(*values)
     except ConfigurationError as error:
@@ -233,18 +304,15 @@ def test_every_pair_of_sources_agrees_by_three_routes(first, second, which, tmp_
         return
     assert (first, second, which) not in EXCLUDED
     start = sim.init(jax.random.key(2))
-    run, _ = sim.run(start, 4, eval_every=0, progress=False)
-    state = start
+    whole, state = run(sim, start), start
     for _ in range(4):
-        state, info = sim.round_fn(state)
+        state, _ = sim.round_fn(state)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves((state.server, state.clients)))
     checkpoints = fd.Checkpoints(tmp_path / "run", every=2)
-    sim.run(start, 2, eval_every=0, progress=False, checkpoints=checkpoints)
+    run(sim, start, 2, checkpoints=checkpoints)
     again = combined(*values)
-    resumed, _ = again.run(checkpoints.restore(again)[0], 2, eval_every=0, progress=False)
-    for other in (state, resumed):
-        for a, b in zip(*map(jax.tree.leaves, (run._replace(key=()), other._replace(key=()))), strict=True):
-            np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
+    for other in (state, run(again, checkpoints.restore(again)[0], 2)):
+        assert_close(other._replace(key=()), whole._replace(key=()), rtol=1e-4, atol=1e-5)
 
 
 EXCLUDED = {
@@ -252,7 +320,6 @@ EXCLUDED = {
     ("clock", "redeal", 1),
     ("clock", "aggregation", 1),
     ("redeal", "aggregation", 1),  # one client changes the messages of others
-    ("participation", "topology", 1),  # a graph needs all clients, and the rule has five candidates
     ("clock", "topology", 1),
     ("aggregation", "topology", 1),
     ("topology", "own", 0),  # a state of one server
@@ -266,49 +333,52 @@ TWO = fd.clients_mesh(jax.devices()[:2])
 PLACES: dict[str, dict[str, Any]] = {
     "two devices": {"lanes": 1, "mesh": TWO},
     "sharded": {"lanes": 1, "bank": "sharded", "shard_data": True, "mesh": TWO},
-    "files": {"stream": True},
+    "files": {"stream": True, "mesh": TWO},
     "sweep": {},
 }
 REFUSED = {("sharded", "redeal", 0), ("sharded", "redeal", 1)}  # the examples of a cohort are pooled
-QUICK = {("files", "own", 1), ("sharded", "topology", 0), ("sweep", "topology", 0)}
-PLACED = [
-    pytest.param(*case, id="{}, {}, {}".format(*case), marks=() if case in QUICK else pytest.mark.thorough)
-    for case in itertools.product(PLACES, VALUES, (0, 1))
-]
+CORE = [("files", "clock, own", 1), ("sharded", "participation, topology", 0), ("sweep", "participation, topology", 0)]
+PLACED = [*CORE, *(thorough(place, source, which) for place in PLACES for source, which in ALL)]
 
 
-@pytest.mark.parametrize(("place", "source", "which"), PLACED)
-def test_a_placement_a_resumed_run_and_a_sweep_do_not_change_a_source(place, source, which, tmp_path) -> None:
-    value, seeds = VALUES[source][which], [1, 2]
+@pytest.mark.parametrize(("place", "sources", "which"), PLACED)
+def test_a_placement_a_resumed_run_and_a_sweep_do_not_change_a_source(place, sources, which, tmp_path) -> None:
+    first, *others = sources.split(", ")
+    options, number, other = VALUES[first][which]
+
+    def plain(number: Any = number, **placed: Any) -> fd.Simulation:
+        return combined(options(number), *(made(each, which) for each in others), {"lanes": 1} | placed)
 
     def placed(folder: str) -> fd.Simulation:
-        return combined(value, PLACES[place] | ({"bank": str(tmp_path / folder)} if place == "files" else {}))
+        return plain(**PLACES[place] | ({"bank": str(tmp_path / folder)} if place == "files" else {}))
 
-    def run(sim: fd.Simulation, state: fd.ServerState, rounds: int, **options: Any) -> Any:
-        state, _ = sim.run(state, rounds, eval_every=0, progress=False, **options)
-        return state.server, state.sources
-
-    plain = combined(value, {"lanes": 1})
-    wanted = [run(plain, plain.init(jax.random.key(seed)), 4) for seed in seeds]
     if place == "sweep":
-        runs = plain.sweep(4, seeds, eval_every=0, progress=False)
-        got = [(run.state.server, run.state.sources) for run in runs]
-    else:
-        try:
-            sim = placed("whole")
-        except ConfigurationError as error:
-            assert (place, source, which) in REFUSED, str(error)
-            return
-        got = [run(sim, sim.init(jax.random.key(1)), 4)]
-        sim, checkpoints = placed("parts"), fd.Checkpoints(tmp_path / "run", every=2)
-        run(sim, sim.init(jax.random.key(1)), 2, checkpoints=checkpoints)
-        again = placed("parts")
-        resumed = run(again, checkpoints.restore(again)[0], 2)
-        jax.tree.map(np.testing.assert_array_equal, resumed, got[0])
-    assert (place, source, which) not in REFUSED
-    for one, other in zip(wanted, got, strict=False):
-        for a, b in zip(*map(jax.tree.leaves, (one, other)), strict=True):
-            np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-5)
+        runs = fd.sweep(plain, 4, [1, 2], fd.grid(number=[number, other]), eval_every=0, progress=False)
+        for each in runs:
+            sim = plain(each.setting["number"])
+            assert_same(run(sim, sim.init(jax.random.key(each.seed))), each.state)
+        return
+    try:
+        sim = placed("whole")
+    except ConfigurationError as error:
+        assert (place, sources, which) in REFUSED, str(error)
+        return
+    assert (place, sources, which) not in REFUSED
+    whole, alone = run(sim, sim.init(jax.random.key(1))), plain()
+    assert_same(run(alone, alone.init(jax.random.key(1))), whole)
+    sim, checkpoints = placed("parts"), fd.Checkpoints(tmp_path / "run", every=2)
+    run(sim, sim.init(jax.random.key(1)), 2, checkpoints=checkpoints)
+    again = placed("parts")
+    resumed = run(again, checkpoints.restore(again)[0], 2)
+    assert_equal((resumed.server, resumed.sources), (whole.server, whole.sources))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("source", "which"), ALL)
+def test_scanned_rounds_are_those_of_a_run(source, which) -> None:
+    sim = combined(made(source, which))
+    start = sim.init(jax.random.key(1))
+    assert_same(run(sim, start), jax.lax.scan(lambda state, _: sim.round_fn(state), start, length=4)[0])
 
 
 # --- the way down -----------------------------------------------------------------------------------------------------
@@ -342,7 +412,7 @@ def test_a_way_down_without_loss_changes_nothing() -> None:
         for sources in ([], [fd.compression.downlink(fd.compression.none())])
     )
     states = [sim.run(sim.init(jax.random.key(1)), 4, eval_every=0, progress=False)[0] for sim in (plain, coded)]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *(s.server for s in states))
+    assert_close(*(state.server for state in states))
     infos = [sim.round_fn(state)[1] for sim, state in zip((plain, coded), states, strict=True)]
     assert float(infos[0]["downlink_bytes"]) == float(infos[1]["downlink_bytes"])
     with pytest.raises(ConfigurationError, match="the source downlink needs synchronous rounds"):
