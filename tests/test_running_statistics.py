@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -340,40 +341,24 @@ def test_dropout_and_bfloat16_work_with_batch_norm() -> None:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-class Own(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x * self.variable("batch_stats", "scale", jnp.ones, x.shape[-1:]).value[None]
+def module(name: str, call: Callable[..., jax.Array]) -> nn.Module:
+    return type(name, (nn.Module,), {"__call__": nn.compact(call)})()
 
 
-class Cached(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return x * self.variable("cache", "scale", jnp.ones, x.shape[-1:]).value[None]
+def scaled(kind: str) -> Callable[..., jax.Array]:
+    return lambda self, x: x * self.variable(kind, "scale", jnp.ones, x.shape[-1:]).value[None]
 
 
-class NoFlag(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.BatchNorm(use_running_average=True)(x)
-
-
-class AlwaysTraining(nn.Module):
-    @nn.compact
-    def __call__(self, x, train: bool):
-        return nn.BatchNorm(use_running_average=False)(x)
-
-
-class Reshaped(nn.Module):
-    @nn.compact
-    def __call__(self, x, train: bool):
-        return nn.BatchNorm(use_running_average=not train)(x.reshape(-1, 1)).reshape(x.shape)
-
-
-class OverDevices(nn.Module):
-    @nn.compact
-    def __call__(self, x, train: bool):
-        return nn.BatchNorm(use_running_average=not train, axis_name="batch")(x)
+OWN, CACHED = module("Own", scaled("batch_stats")), module("Cached", scaled("cache"))
+NO_FLAG = module("NoFlag", lambda self, x: nn.BatchNorm(use_running_average=True)(x))
+ALWAYS_TRAINING = module("AlwaysTraining", lambda self, x, train: nn.BatchNorm(use_running_average=False)(x))
+OVER_DEVICES = module(
+    "OverDevices", lambda self, x, train: nn.BatchNorm(use_running_average=not train, axis_name="batch")(x)
+)
+RESHAPED = module(
+    "Reshaped",
+    lambda self, x, train: nn.BatchNorm(use_running_average=not train)(x.reshape(-1, 1)).reshape(x.shape),
+)
 
 
 def linen(module: nn.Module, kept: Any = "average") -> fd.Model:
@@ -395,12 +380,12 @@ OPTIONS = '(?s)got None: pass .*"average" .*"local" .*"frozen" .*GroupNorm'
             lambda: fd.Model.from_nnx(lambda rngs: nnx.Linear(2, 2, rngs=rngs), statistics="local"),
             "left out for Linear, which has no running",
         ),
-        (lambda: linen(Own()), "must be those of flax's BatchNorm, got those of Own in Own"),
-        (lambda: linen(Cached()), "Cached must have no variables except parameters and running statistics, got cache"),
-        (lambda: linen(NoFlag()), "__call__ of NoFlag must have an argument train, got none"),
-        (lambda: linen(AlwaysTraining()), re.escape("write BatchNorm(use_running_average=not train)")),
-        (lambda: linen(Reshaped()), r"first axis of BatchNorm's input must be the batch, of length 2, got \[10, 1\]"),
-        (lambda: linen(OverDevices()), "axis_name of BatchNorm must be None, got 'batch' in OverDevices"),
+        (lambda: linen(OWN), "must be those of flax's BatchNorm, got those of Own in Own"),
+        (lambda: linen(CACHED), "Cached must have no variables except parameters and running statistics, got cache"),
+        (lambda: linen(NO_FLAG), "__call__ of NoFlag must have an argument train, got none"),
+        (lambda: linen(ALWAYS_TRAINING), re.escape("write BatchNorm(use_running_average=not train)")),
+        (lambda: linen(RESHAPED), r"first axis of BatchNorm's input must be the batch, of length 2, got \[10, 1\]"),
+        (lambda: linen(OVER_DEVICES), "axis_name of BatchNorm must be None, got 'batch' in OverDevices"),
         (lambda: simulate(MODULES["linen"]("average"), **PRIVATE), "noise of private.* can make a running variance"),
         (
             lambda: simulate(fd.models.linear((FEATURES,), CLASSES)._replace(statistics="average")),
