@@ -30,6 +30,7 @@ has_libtpu = importlib.util.find_spec("libtpu") is not None
 needs_libtpu = pytest.mark.skipif(not has_libtpu, reason="libtpu is not installed: pip install 'jax[tpu]'")
 has_cuda = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 needs_cuda = pytest.mark.skipif(not has_cuda, reason="JAX's CUDA plugin is not installed: pip install 'jax[cuda13]'")
+BOTH = [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100:2", marks=needs_cuda)]
 
 
 def simulate(mesh=None, **options) -> fd.Simulation:
@@ -348,9 +349,7 @@ def test_a_plan_for_described_gpus() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "scaffold"])
-@pytest.mark.parametrize(
-    "devices", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100:2", marks=needs_cuda)]
-)
+@pytest.mark.parametrize("devices", BOTH)
 def test_the_compiled_round_of_an_accelerator(devices, algorithm) -> None:
     """The model is LeNet-5. The client states of SCAFFOLD are sharded over the devices."""
     data = fd.FederatedData.of_shapes(64, 50, (28, 28, 1))
@@ -369,9 +368,7 @@ def test_the_compiled_round_of_an_accelerator(devices, algorithm) -> None:
     assert memory.alias_size_in_bytes >= states + tree.nbytes(setup.state.server)  # the new state overwrites the old
 
 
-@pytest.mark.parametrize(
-    "devices", [pytest.param("v5e:2x2", marks=needs_libtpu), pytest.param("h100:2", marks=needs_cuda)]
-)
+@pytest.mark.parametrize("devices", BOTH)
 def test_sharded_examples_can_be_planned(devices) -> None:
     data = fd.FederatedData.of_shapes(64, 50, (8,), np.float32)
     model, options = fd.models.linear((8,), 3), {"cohort_size": 32, "shard_data": True}

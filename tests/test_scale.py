@@ -396,9 +396,10 @@ def test_many_rounds_are_compiled_as_one_program(data, caplog) -> None:
 def test_computing_in_bfloat16_keeps_parameters_in_float32(data) -> None:
     model = fd.models.mnist_2nn(4, (6,))
     half = model.computing_in(jnp.bfloat16)
-    params, x = model.init(jax.random.key(0)), np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
-    assert half.apply(params, x).dtype == jnp.float32 and "bf16" in str(jax.make_jaxpr(half.apply)(params, x))
-    assert 1e-6 < float(jnp.abs(half.apply(params, x) - model.apply(params, x)).max()) < 1e-2
+    params, x = jax.jit(model.init)(jax.random.key(0)), np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32)
+    logits, expected = (jax.jit(each.apply)(params, x) for each in (half, model))
+    assert logits.dtype == jnp.float32 and "bf16" in str(jax.make_jaxpr(half.apply)(params, x))
+    assert 1e-6 < np.abs(np.asarray(logits) - np.asarray(expected)).max() < 1e-2
     sim = fd.Simulation(half, data, fd.algorithms.scaffold(), **SETTING)
     state = jax.eval_shape(sim.round_fn, sim.init(jax.random.key(0)))[0]
     assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.clients))} == {jnp.dtype("float32")}

@@ -293,7 +293,7 @@ def test_updates_are_measured_from_where_the_clients_have_started(source, which,
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize(("first", "second"), itertools.combinations(VALUES, 2))
+@pytest.mark.parametrize(("first", "second"), [*itertools.combinations(VALUES, 2)])
 def test_every_pair_of_sources_agrees_by_three_routes(first, second, which, tmp_path) -> None:
     """A run, the rounds one by one, and a resumed run. Pairs that exclude each other say so."""
     values = made(first, which), made(second, which)
