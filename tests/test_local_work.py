@@ -46,15 +46,6 @@ def test_a_number_of_steps_is_so_many_steps_of_enough_epochs() -> None:
     assert info["steps"] == info["executed_steps"] == K * STEPS
 
 
-def test_steps_of_whole_epochs_are_these_epochs() -> None:
-    same = fd.FederatedData.from_clients([ROWS[3]] * 5)  # seven batches an epoch
-    states = []
-    for local in (fd.LocalTraining(steps=14, batch_size=4, lr=0.2), fd.LocalTraining(epochs=2, batch_size=4, lr=0.2)):
-        sim = fd.Simulation(MODEL, same, fd.algorithms.fedavg(), local=local, cohort_size=2)
-        states.append(rounds(sim)[0])
-    assert_close(*states)
-
-
 def test_stragglers_stop_before_the_last_step() -> None:
     _, info = rounds(simulate(stragglers=0.6))
     assert ((info["client_steps"] >= 1) & (info["client_steps"] <= STEPS)).all()
