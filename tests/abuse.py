@@ -155,7 +155,7 @@ def kind_of(argument: spec.Argument) -> Kind:
         "pair": Kind([*(v for v in ANYTHING if not isinstance(v, tuple)), (1,), ("a", 1)]),
         "shape": shape(),
     }
-    kind = by_kind.get(argument.spec.kind, Kind())
+    kind = by_kind.get(argument.spec.kind, Kind([*wrong]))
     free = argument.others
     nonsense = [v for v in kind.nonsense if not (v is None and None in free) and not (isinstance(v, str) and v in free)]
     return kind._replace(nonsense=nonsense, odd=[*kind.odd, *free])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from fedjax_drift import checks
 from fedjax_drift.data import files, huggingface, tables
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.spec import Count, Flag, checked
+from fedjax_drift.spec import checked
 
 
 @checked
@@ -23,11 +23,8 @@ def from_flwr(
     test: Any = None,
     *,
     split: str = "train",
-    length: Count | None = None,
-    padding: huggingface.Padding = 0,
-    truncate: Flag = False,
-    dtype: tables.Dtype | None = None,
     name: str = "data",
+    **options: Unpack[huggingface.ConversionOptions],
 ) -> FederatedData:
     """Creates a federation from the partitions of Flower Datasets. Needs flwr-datasets.
 
@@ -48,10 +45,10 @@ def from_flwr(
       ImportError: flwr-datasets is not installed.
     """
     files.require("flwr_datasets", "from_flwr")
-    options = huggingface.Conversion(length, padding, truncate, dtype)
+    conversion = huggingface.Conversion(**options)
     partitioner, test = _partitioners(source, split, test)
-    train, tests = _table(partitioner, x, y, options), None if test is None else _table(test, x, y, options)
-    return tables.from_table(train, tests, None, None, name, f"x={x!r}, y={y!r}")
+    train, tests = _table(partitioner, x, y, conversion), None if test is None else _table(test, x, y, conversion)
+    return tables.from_table(train, tests, None, f"x={x!r}, y={y!r}", name=name)
 
 
 def _partitioners(source: Any, split: str, test: Any) -> tuple[Any, Any]:
@@ -87,15 +84,15 @@ def _has_partitions(source: Any) -> bool:
     return isinstance(source, Partitioner) and source.is_dataset_assigned()
 
 
-def _table(source: Any, x: str | Sequence[str], y: str, options: huggingface.Conversion) -> tables.Table:
+def _table(source: Any, x: str | Sequence[str], y: str, conversion: huggingface.Conversion) -> tables.Table:
     """Returns the examples of a `datasets.Dataset`, or of the partitions of a Partitioner."""
     import datasets
 
     if not _has_partitions(source):
-        return huggingface.table(source, x, y, None, options)
+        return huggingface.table(source, x, y, None, conversion)
     parts = [source.load_partition(i) for i in range(source.num_partitions)]
     examples = datasets.concatenate_datasets([part for part in parts if len(part)] or parts[:1])
     natural = getattr(source, "partition_id_to_natural_id", None)
     names = None if natural is None else tuple(str(natural[i]) for i in range(len(parts)))
-    table = huggingface.table(huggingface.check_dataset("the partition", examples), x, y, None, options)
+    table = huggingface.table(huggingface.check_dataset("the partition", examples), x, y, None, conversion)
     return table._replace(sizes=np.array([len(part) for part in parts]), client_names=names)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, Any, TypedDict, Unpack
 
 import numpy as np
 
@@ -15,8 +15,32 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.spec import Count, Flag, checked
 
 Padding = Annotated[int, spec.integer(-(2**31), checks.LARGE)]
-NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 ROWS = 1024  # examples that are read at once if they are decoded or copied
+CONVERT = "convert it with dataset.map (a tokenizer), or with dataset.cast_column(name, datasets.Value('float32'))"
+
+
+@dataclass(frozen=True)
+@checked
+class Conversion:
+    """The conversion of columns to arrays. See `from_huggingface`."""
+
+    length: Count | None = None
+    padding: Padding = 0
+    truncate: Flag = False
+    dtype: tables.Dtype | None = None
+
+
+class ConversionOptions(TypedDict, total=False):
+    """The fields of `Conversion`, which are keyword arguments of the readers."""
+
+    length: int | None
+    padding: int
+    truncate: bool
+    dtype: Any
+
+
+class Options(ConversionOptions, tables.Options):
+    """The last arguments of `from_huggingface`."""
 
 
 @checked
@@ -29,12 +53,7 @@ def from_huggingface(
     test: Any = None,
     *,
     split: str = "train",
-    length: Count | None = None,
-    padding: Padding = 0,
-    truncate: Flag = False,
-    dtype: tables.Dtype | None = None,
-    client_tests: Flag | None = None,
-    name: str = "data",
+    **options: Unpack[Options],
 ) -> FederatedData:
     """Creates a federation from a `datasets.Dataset` or `datasets.DatasetDict`. Needs datasets.
 
@@ -43,7 +62,8 @@ def from_huggingface(
       uint8 arrays [H, W] are grey images, and get a channel axis.
     - Columns of single numbers become features: float32 [F], where F is the number of columns in ``x``. Fractions may
       be rounded; integers must be exact.
-    - Labels are integers, classes (ClassLabel), numbers, or lists of integers, such as the next tokens.
+    - Labels are integers, classes (ClassLabel), numbers, or lists of integers, such as the next tokens. Labels that are
+      text are numbered from 0 in sorted order.
 
     The examples are copied once. They are not copied, and stay memory-mapped, if they are already in the order of the
     clients, their dtype does not change, and the column is one contiguous piece of an Arrow file (one record batch).
@@ -58,28 +78,29 @@ def from_huggingface(
         it has one. To use a DatasetDict without its test set, pass ``dataset["train"]``.
       split: the name of the training split of a DatasetDict.
       length: lists are padded to this length. Default: all lists must have one length. It also applies to ``y``.
-      padding: the number that shorter lists are filled with.
-      truncate: if True, longer lists are cut to ``length``. If False, they raise ValueError.
+      padding: the number that shorter lists are filled with. Default: 0.
+      truncate: if True, longer lists are cut to ``length``. If False (default), they raise ValueError.
       dtype: the dtype of the inputs, for example "int32" for columns of ids. It does not apply to images.
       client_tests: whether every client has its own test examples, which needs the column ``client`` in the test set.
         Default: True if all clients of the test set are training clients, otherwise the test set is pooled.
-      name: the name of the data set in plots and logs.
+      name: the name of the data set in plots and logs. Default: "data".
 
     Raises:
-      ValueError: a column is missing, or has text, missing values, damaged images, examples of several shapes or
-        numbers that the dtype can't hold. The message names the column. Or an argument has a wrong value.
+      ValueError: a column is missing, or has missing values, damaged images, examples of several shapes or numbers that
+        the dtype can't hold; an input is no number; or a label of the test set is not in the training set. The message
+        names the column. Or an argument has a wrong value.
       ImportError: datasets is not installed.
     """
     files.require("datasets", "from_huggingface")
     tables.check_clients(client, partition)
+    rest: dict[str, Any] = {**options}
+    conversion = Conversion(**{name: rest.pop(name) for name in ConversionOptions.__annotations__ if name in rest})
     train, test = _splits(dataset, split, test)
-    options, tests = Conversion(length, padding, truncate, dtype), None
+    made, tests = table(train, x, y, client, conversion), None
     if test is not None:
         with tables.naming("test"):
-            tests = table(test, x, y, client if client in test.column_names else None, options)
-    return tables.from_table(
-        table(train, x, y, client, options), tests, partition, client_tests, name, f"x={x!r}, y={y!r}"
-    )
+            tests = table(test, x, y, client if client in test.column_names else None, conversion)
+    return tables.from_table(made, tests, partition, f"x={x!r}, y={y!r}", **rest)
 
 
 def _splits(dataset: Any, split: str, test: Any) -> tuple[Any, Any]:
@@ -94,15 +115,6 @@ def _splits(dataset: Any, split: str, test: Any) -> tuple[Any, Any]:
             test = dataset[checks.choice("test", test, dataset)]
         dataset = dataset[split]
     return check_dataset("dataset", dataset), None if test is None else check_dataset("test", test)
-
-
-class Conversion(NamedTuple):
-    """The conversion of columns to arrays. See `from_huggingface`."""
-
-    length: int | None
-    padding: int
-    truncate: bool
-    dtype: np.dtype | None
 
 
 def check_dataset(name: str, dataset: Any) -> Any:
@@ -121,86 +133,51 @@ def check_dataset(name: str, dataset: Any) -> Any:
     return dataset
 
 
-def table(dataset: Any, x: str | Sequence[str], y: str, client: str | None, options: Conversion) -> tables.Table:
+def table(dataset: Any, x: str | Sequence[str], y: str, client: str | None, conversion: Conversion) -> tables.Table:
     """Returns the columns of a data set of M examples as a table."""
-    tables.column_names(x, y, client, dataset.column_names)
+    names = tables.column_names(x, y, client, dataset.column_names)
+    titles = [f"column {name!r}" for name in names]
+
+    def blocks(whole: bool) -> Iterator[np.ndarray]:
+        for rows, arrays in _batches(dataset, names, conversion, whole):
+            yield tables.inputs(arrays, titles, conversion.dtype, CONVERT, rows)
+
+    def column(name: str) -> np.ndarray:
+        parts = [array for _, (array,) in _batches(dataset, [name], conversion)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
     return tables.Table(
-        lambda rows: tables.gather(inputs(dataset, x, options, rows is None), len(dataset), rows, f"column {x!r}"),
-        tables.gather(labels(dataset, y, options), len(dataset), None, f"column {y!r}"),
-        None if client is None else clients(dataset, client),
+        lambda rows: tables.gather(blocks(rows is None), len(dataset), rows, f"column {x!r}"),
+        tables.labels(column(y), f"column {y!r}", CONVERT),
+        None if client is None else tables.clients(column(client), f"column {client!r}"),
     )
 
 
-def inputs(dataset: Any, x: str | Sequence[str], options: Conversion, whole: bool = True) -> Iterator[np.ndarray]:
-    """Yields the inputs of consecutive examples, [n, ...].
+def _batches(
+    dataset: Any, names: Sequence[str], conversion: Conversion, whole: bool = True
+) -> Iterator[tuple[range, list[np.ndarray]]]:
+    """Yields the numbers of consecutive examples, and their columns as arrays.
 
-    whole: whether a contiguous piece of the table is one block, which then is a view if its dtype does not change.
-    """
-    names = [x] if isinstance(x, str) else list(x)
-    titles = [f"column {name!r}" for name in names]
-    fix = "convert it to numbers with dataset.map, for example by a tokenizer"
-    for rows, columns in _batches(dataset, names, whole):
-        arrays = [_array(columns[name], rows, dataset.features[name], name, options, fix) for name in names]
-        yield tables.inputs(arrays, titles, options.dtype, rows)
-
-
-def labels(dataset: Any, y: str, options: Conversion) -> Iterator[np.ndarray]:
-    """Yields the labels of consecutive examples, [n] or [n, length]."""
-    import datasets
-
-    fix = f"number the classes with dataset.class_encode_column({y!r})"
-    is_class = isinstance(dataset.features[y], datasets.ClassLabel)
-    for rows, columns in _batches(dataset, [y]):
-        array = _array(columns[y], rows, dataset.features[y], y, options, fix)
-        array = tables.labels(array, f"column {y!r}", rows)
-        if is_class and array.min() < 0:
-            got = f"{array.min()}, which stands for an unknown label"
-            fix = "leave these examples out with dataset.filter, or, if it is the test set, pass another one as test="
-            checks.refuse(f"column {y!r} must have classes >= 0", got, fix)
-        yield array
-
-
-def clients(dataset: Any, name: str) -> np.ndarray:
-    """Returns the client of each example [M], integers or strings."""
-    import pyarrow as pa
-
-    parts = []
-    for _, columns in _batches(dataset, [name]):
-        column = columns[name]
-        _check_complete(column, name)
-        if pa.types.is_string(column.type) or pa.types.is_large_string(column.type):
-            encoded = column.dictionary_encode()
-            parts.append(np.array(encoded.dictionary.to_pylist(), str)[encoded.indices.to_numpy()])
-        elif pa.types.is_integer(column.type):
-            parts.append(column.to_numpy())
-        else:
-            checks.refuse(f"column {name!r} must have integers or strings as clients", column.type)
-    return np.concatenate(parts)
-
-
-def _batches(dataset: Any, names: Sequence[str], whole: bool = True) -> Iterator[tuple[range, dict[str, Any]]]:
-    """Yields the numbers of consecutive examples, and their columns as Arrow arrays.
-
-    The arrays are views unless rows of the data set were selected.
+    whole: whether a contiguous piece of the table is one batch. Its arrays are then views of the Arrow file, unless
+    rows of the data set were selected, or it has images.
     """
     import datasets
 
     view = dataset.select_columns(list(dict.fromkeys(names))).with_format("arrow")
-    in_order = dataset._indices is None
     whole &= not any(isinstance(dataset.features[name], datasets.Image) for name in names)
     begin = 0
-    for part in [view[:]] if in_order else view.iter(ROWS):
+    for part in [view[:]] if dataset._indices is None else view.iter(ROWS):
         for batch in part.to_batches(None if whole else ROWS):
             if batch.num_rows:
                 rows = range(begin, begin := begin + batch.num_rows)
-                yield rows, dict(zip(batch.schema.names, batch.columns, strict=True))
+                yield rows, [_array(batch[name], rows, dataset.features[name], name, conversion) for name in names]
 
 
-def _array(column: Any, rows: range, feature: Any, name: str, options: Conversion, fix: str) -> np.ndarray:
+def _array(column: Any, rows: range, feature: Any, name: str, conversion: Conversion) -> np.ndarray:
     import datasets
 
     if not isinstance(feature, datasets.Image):
-        return _numbers(column, name, options, fix)
+        return _values(column, name, conversion)
     _check_complete(column, name)
     convert, images = f"dataset.cast_column({name!r}, datasets.Image(mode='RGB'))", []
     for row, one in zip(rows, column.to_pylist(), strict=True):
@@ -216,8 +193,8 @@ def _array(column: Any, rows: range, feature: Any, name: str, options: Conversio
     return np.stack(images)
 
 
-def _numbers(column: Any, name: str, options: Conversion, fix: str, is_inner: bool = False) -> np.ndarray:
-    """Returns numbers [n], or lists of numbers [n, ...]. The outer lists are padded if a length is given."""
+def _values(column: Any, name: str, conversion: Conversion, is_inner: bool = False) -> np.ndarray:
+    """Returns numbers or texts [n], or lists of them [n, ...]. The outer lists are padded if a length is given."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -226,53 +203,31 @@ def _numbers(column: Any, name: str, options: Conversion, fix: str, is_inner: bo
     _check_complete(column, name)
     if is_kind.is_integer(kind) or is_kind.is_floating(kind) or is_kind.is_boolean(kind):
         return column.to_numpy(zero_copy_only=False)
+    if is_kind.is_string(kind) or is_kind.is_large_string(kind):
+        encoded = column.dictionary_encode()  # a text that occurs often is one object
+        return np.array(encoded.dictionary.to_pylist(), object)[encoded.indices.to_numpy()]
     if not (is_kind.is_list(kind) or is_kind.is_large_list(kind) or is_kind.is_fixed_size_list(kind)):
-        checks.refuse(f"column {name!r} must have numbers, or lists of numbers", _advice(column, name, fix))
+        checks.refuse(f"column {name!r} must have numbers, texts, or lists of numbers", kind, CONVERT)
     lengths = pc.list_value_length(column).to_numpy(zero_copy_only=False)
-    values = _numbers(column.flatten(), name, options, fix, is_inner=True)
-    if options.length is not None and not is_inner:
-        return _padded(values, lengths, name, options)
+    values = _values(column.flatten(), name, conversion, is_inner=True)
+    if conversion.length is not None and not is_inner:
+        return _padded(values, lengths, name, conversion)
     if len(lengths) and lengths.min() < lengths.max():
         got, fix = f"{lengths.min()} to {lengths.max()}", "pass length=, to which shorter lists are padded"
         checks.refuse(f"column {name!r} must have lists of one length", got, fix)
     return values.reshape(len(lengths), *lengths[:1], *values.shape[1:])
 
 
-def _advice(column: Any, name: str, fix: str) -> str:
-    """Returns what a column has that is not numeric, and how to make it numeric. fix: the fix for text."""
-    import pyarrow as pa
-
-    kind, is_kind = column.type, pa.types
-    types = {is_kind.is_decimal: "float64", is_kind.is_date32: "int32", is_kind.is_temporal: "int64"}
-    if is_kind.is_string(kind) or is_kind.is_large_string(kind):
-        texts = column[:1000].to_pylist()
-        others = [text for text in texts if not NUMBER.fullmatch(text)]
-        if 0 < len(others) < len(texts) / 2:
-            number = f"None if row[{name!r}] == {others[0]!r} else float(row[{name!r}])"
-            return (
-                f"text that is numbers and {checks.shown(others[0])}: correct the text, or make it missing with "
-                f"dataset.map(lambda row: {{{name!r}: {number}}}), and {tables.FILL} with dataset.filter"
-            )
-        if not others:
-            types = {is_kind.is_string: "float32" if any("." in text for text in texts) else "int64"}
-    dtype = next((dtype for test, dtype in types.items() if test(kind)), None)
-    return f"{kind}: {fix if dtype is None else f'dataset.cast_column({name!r}, datasets.Value({dtype!r}))'}"
-
-
-def _padded(values: np.ndarray, lengths: np.ndarray, name: str, options: Conversion) -> np.ndarray:
-    """Returns the lists, whose values are consecutive, padded or cut to options.length."""
-    length = options.length or 0
-    if lengths.max() > length and not options.truncate:
+def _padded(values: np.ndarray, lengths: np.ndarray, name: str, conversion: Conversion) -> np.ndarray:
+    """Returns the lists, whose values are consecutive, padded or cut to conversion.length."""
+    length = conversion.length or 0
+    if lengths.max() > length and not conversion.truncate:
         what = f"column {name!r} must have lists of at most length={length} values"
         checks.refuse(what, lengths.max(), "use a larger length, or truncate=True")
     if (lengths == length).all():
         return values.reshape(len(lengths), length, *values.shape[1:])
-    with np.errstate(all="ignore"):
-        padding = np.array(options.padding).astype(values.dtype)
-    if padding.item() != options.padding:
-        what = f"padding must be in the range of {values.dtype}, the dtype of column {name!r}"
-        checks.refuse(what, options.padding)
-    padded = np.full((len(lengths), length, *values.shape[1:]), padding)
+    padding = checks.converted("padding", np.array([conversion.padding]), values.dtype, f"as column {name!r}")
+    padded = np.full((len(lengths), length, *values.shape[1:]), padding[0])
     place = np.arange(length)
     is_value = place < lengths[:, None]
     starts = np.cumsum(lengths, dtype=np.int64) - lengths

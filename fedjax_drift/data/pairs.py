@@ -13,6 +13,7 @@ from fedjax_drift.data import tables
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.spec import Flag, checked
 
+CONVERT = "convert it with a transform"
 ClientOf = Sequence[int] | Sequence[str] | np.ndarray | Callable[[int], int | str]
 
 
@@ -36,7 +37,8 @@ def from_torch(
 
     Inputs and labels are tensors, arrays or numbers; inputs may also be grey or RGB images of Pillow. Arrays of
     integers keep their dtype. Other arrays become float32, and so do inputs that are single numbers, as features [1].
-    uint8 arrays [H, W] are grey images, and get a channel axis.
+    uint8 arrays [H, W] are grey images, and get a channel axis. Labels that are text are numbered from 0 in sorted
+    order.
 
     Args:
       dataset: M examples of one shape.
@@ -58,7 +60,7 @@ def from_torch(
     tables.check_clients(client_of, partition, "client_of")
     train = _table("dataset", dataset, client_of, channels_first)
     tests = None if test is None else _table("test", test, test_client_of, channels_first)
-    return tables.from_table(train, tests, partition, client_tests, name, "dataset")
+    return tables.from_table(train, tests, partition, "dataset", client_tests, name)
 
 
 def _table(argument: str, dataset: Any, client_of: ClientOf | None, channels_first: bool) -> tables.Table:
@@ -71,11 +73,10 @@ def _table(argument: str, dataset: Any, client_of: ClientOf | None, channels_fir
             got = f"inputs of shape {list(x.shape[1:])}"
             checks.refuse("channels_first=True needs images [C, H, W]", got, "leave it out")
         x = np.ascontiguousarray(np.moveaxis(x, 1, -1))
-    inputs = tables.inputs([x], [f"{argument}: the inputs"], None)
+    x = tables.inputs([x], [f"{argument}: the inputs"], None, CONVERT, None)
     client = None if client_of is None else _clients(argument, client_of, len(dataset))
-    return tables.Table(
-        lambda rows: inputs if rows is None else inputs[rows], tables.labels(y, f"{argument}: the labels"), client
-    )
+    y = tables.labels(y, f"{argument}: the labels", CONVERT)
+    return tables.Table(lambda rows: x if rows is None else x[rows], y, client)
 
 
 def _is_map_style(dataset: Any) -> bool:
@@ -92,33 +93,32 @@ def _columns(argument: str, dataset: Any) -> tuple[np.ndarray, np.ndarray]:
     if torch is not None and type(dataset) is torch.utils.data.TensorDataset and len(dataset.tensors) == 2:
         x, y = dataset.tensors
         return _array(x, f"{argument}: the inputs"), _array(y, f"{argument}: the labels")
-    columns: list[np.ndarray] = []
+    first: list[np.ndarray] = []
     for k in range(len(dataset)):
         example = dataset[k]
         if not isinstance(example, tuple | list) or len(example) != 2:
             what = f"{argument}[{k}] must be a pair (input, label)"
             checks.refuse(what, checks.shown(example), "wrap the data set")
         pair = [_array(value, f"{argument}[{k}][{i}]") for i, value in enumerate(example)]
-        columns = columns or [np.empty((len(dataset), *value.shape), value.dtype) for value in pair]
+        if not first:
+            first, columns = pair, [np.empty((len(dataset), *value.shape), value.dtype) for value in pair]
         for i, (column, value) in enumerate(zip(columns, pair, strict=True)):
-            tables.check_alike(f"{argument}[{k}][{i}]", value, column[0], "a transform, image.convert('RGB')")
-            column[k] = value
+            tables.check_alike(f"{argument}[{k}][{i}]", value, first[i], "a transform, image.convert('RGB')")
+            column[k] = value[()]
     return columns[0], columns[1]
 
 
 def _array(value: Any, name: str) -> np.ndarray:
-    """Returns a tensor, an array, a number or an image as an array."""
+    """Returns a tensor, an array, a number, an image or a text as an array. Text has the dtype object."""
+    if isinstance(value, str):
+        return np.array(value, object)
     if hasattr(value, "mode") and hasattr(value, "getbands"):
         return tables.pixels(value, name, "a transform, image.convert('RGB')", "with a transform")
     try:
-        array = np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
+        return np.asarray(value.detach().cpu().numpy() if hasattr(value, "detach") else value)
     except Exception as error:  # a ragged list, or a tensor of a dtype that NumPy lacks
         got = f"{checks.type_of(value)} ({checks.first_line(error)})"
         checks.refuse(f"{name} must be a tensor, an array or a number", got, cause=error)
-    if array.dtype.kind not in "biuf":
-        fix = "convert it with a transform, and number the classes"
-        checks.refuse(f"{name} must be numbers", checks.shown(value), fix)
-    return array
 
 
 def _clients(argument: str, client_of: ClientOf, rows: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Tables of examples become federations: what the readers of other libraries' data share.
 
-A reader makes a `Table` of the training examples, one of the test examples, and calls `from_table`.
+A reader turns columns into arrays. It makes a `Table` of the training examples, one of the test examples, and calls
+`from_table`, which numbers labels that are text and finds the examples of every client.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple
+from numbers import Number
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from fedjax_drift.data import image_files
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.partition import Partition, by_writer, classes, dirichlet, distribution, iid, long_tailed, shards
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.spec import Fix
+from fedjax_drift.spec import Fix, Flag, Text, checked
 
 FACTORIES = (iid, dirichlet, shards, classes, distribution, by_writer, long_tailed)
 FILL = "fill the missing values, or leave out their rows"
@@ -35,8 +37,8 @@ def _dtype(name: str, value: Any, fix: str) -> np.dtype:
     return checks.dtype(name, value, NUMERIC, lambda d: d.kind in "iuf", fix)
 
 
-Partitioner = Annotated[Callable[..., list[np.ndarray]], spec.Spec(_partitioner, "partitioner")]
-Dtype = Annotated[Any, spec.Spec(_dtype, "dtype", allowed=NUMERIC), Fix("or leave it out")]
+Partitioner = Annotated[Callable[..., list[np.ndarray]], spec.Spec(_partitioner, "partitioner", wrong=(3, iid))]
+Dtype = Annotated[Any, spec.Spec(_dtype, "dtype", wrong=("O", 3), allowed=NUMERIC), Fix("or leave it out")]
 
 
 class Table(NamedTuple):
@@ -45,7 +47,7 @@ class Table(NamedTuple):
     x: Callable[[np.ndarray | None], np.ndarray]
     """``x(rows)`` returns the inputs of the examples ``rows``, or of all examples if rows is None."""
     y: np.ndarray
-    """[M, ...]"""
+    """[M, ...] numbers, or [M] texts, dtype object."""
     client: np.ndarray | None = None
     """[M], the client of each example, integers or strings. None if the source does not say."""
     sizes: np.ndarray | None = None
@@ -54,18 +56,33 @@ class Table(NamedTuple):
     """The names of the N clients. With ``client``, the names are its values."""
 
 
+class Options(TypedDict, total=False):
+    """The last arguments of `from_table`, which readers pass on."""
+
+    client_tests: bool | None
+    name: str
+
+
+@checked
 def from_table(
-    train: Table, test: Table | None, partition: Partitioner | None, client_tests: bool | None, name: str, columns: str
+    train: Table,
+    test: Table | None,
+    partition: Partitioner | None,
+    columns: str,
+    client_tests: Flag | None = None,
+    name: Text = "data",
 ) -> FederatedData:
     """Creates a federation whose clients are those of the table or those of a partition.
 
     The clients of a table are sorted, unless the table is already grouped by client.
 
-    client_tests: whether the test set is split by client. None: if all clients of the test set are training clients.
     columns: the names of the columns, for messages.
+    client_tests: whether the test set is split by client. None: if all clients of the test set are training clients.
     """
     if client_tests and test is None:
         checks.refuse("client_tests=True needs a test set", "none", "pass test=")
+    with naming(columns):
+        train, test = _numbered(train, test)
     rows, ids, client_names = np.arange(len(train.y)), None, train.client_names
     if partition is None and train.client is not None:
         ids = np.unique(train.client)
@@ -103,6 +120,20 @@ def _test_order(client: Any, ids: Any, client_tests: bool | None) -> tuple[np.nd
         checks.refuse(what, got, "leave client_tests out for a pooled test set")
     owner = np.searchsorted(ids, client)
     return np.argsort(owner, kind="stable"), np.bincount(owner, minlength=len(ids))
+
+
+def _numbered(train: Table, test: Table | None) -> tuple[Table, Table | None]:
+    """Numbers labels that are text from 0, in the sorted order of those of the training examples."""
+    if train.y.dtype != object:
+        return train, test
+    known = np.unique(train.y)
+    if test is not None:
+        unknown = test.y[~np.isin(test.y.astype(object), known)]
+        if unknown.size:
+            fix = "leave these examples out, or number the labels of both"
+            checks.refuse("the test set must only have labels of the training set", checks.shown(unknown.item(0)), fix)
+        test = test._replace(y=np.searchsorted(known, test.y))
+    return train._replace(y=np.searchsorted(known, train.y)), test
 
 
 def check_clients(client: Any, partition: Any, argument: str = "client") -> None:
@@ -147,44 +178,66 @@ def gather(blocks: Iterable[np.ndarray], total: int, rows: np.ndarray | None, na
 
 
 def inputs(
-    columns: Iterable[np.ndarray], names: Sequence[str], dtype: Any, rows: Sequence[int] | np.ndarray | None = None
+    columns: Sequence[np.ndarray], names: Sequence[str], dtype: Any, fix: str, rows: Sequence[int] | np.ndarray | None
 ) -> np.ndarray:
     """Returns the inputs [n, ...] of columns of numbers [n], or of one column of arrays [n, ...].
 
     Columns of numbers become float32 features [n, F]. Arrays of integers keep their dtype, and other arrays become
     float32. ``dtype`` replaces both. Grey images, uint8 [n, H, W], get a channel axis.
 
-    names: what messages call the columns, such as "column 'age'". rows: see `checks.converted`.
+    names: what messages call the columns, such as "column 'age'". fix: how to make numbers of a column. rows: see
+    `checks.converted`.
     """
-    columns = list(columns)
     is_array = len(columns) == 1 and columns[0].ndim > 1
     converted = []
     for column, name in zip(columns, names, strict=True):
-        kind = column.dtype.kind
+        kind = _numeric(column, name, fix)
         if not is_array and column.ndim != 1:
             what = f"{name} must have one number per example to be stacked with other columns"
             checks.refuse(what, f"{column.dtype}{list(column.shape[1:])}", "pass it alone")
         if not is_array and kind == "f" and not np.isfinite(column).all():
             checks.refuse(f"{name} must have finite numbers", "NaN or infinity", FILL)
-        default, fix = np.dtype(np.float32), "pass another dtype, or convert the numbers first"
-        if is_array and (kind in "iu" or column.dtype == np.float16):
-            default = column.dtype
-        if dtype is None:
-            ids = 'convert measurements to floats first, and read ids as integers, dtype="int32"'
-            fix = "scale the numbers" if kind == "f" else ids
-        converted.append(checks.converted(name, column, default if dtype is None else dtype, fix, rows))
+        keeps = is_array and (kind in "iu" or column.dtype == np.float16)
+        as_dtype = dtype or (column.dtype if keeps else np.float32)
+        change = 'scale measurements, read ids as dtype="int32", or pass another dtype'
+        converted.append(checks.converted(name, column, as_dtype, change, rows))
     if not is_array:
-        return converted[0][:, None] if len(converted) == 1 else np.stack(converted, axis=-1)
+        return np.stack(converted, axis=-1)
     (array,) = converted
     return array[..., None] if array.dtype == np.uint8 and array.ndim == 3 else array
 
 
-def labels(array: np.ndarray, name: str, rows: Sequence[int] | np.ndarray | None = None) -> np.ndarray:
-    """Returns labels: integers as they are, True and False as int32, and other numbers as float32."""
-    if array.dtype.kind == "b":
+def labels(array: np.ndarray, name: str, fix: str) -> np.ndarray:
+    """Returns labels: integers and texts as they are, True and False as int32, and other numbers as float32."""
+    if is_text(array):
+        return array.astype(object)
+    if _numeric(array, name, fix) == "b":
         return array.astype(np.int32)
-    fix = "scale the labels, or number classes from 0"
-    return checks.converted(name, array, np.float32, fix, rows) if array.dtype.kind == "f" else array
+    return checks.converted(name, array, np.float32, "scale the labels") if array.dtype.kind == "f" else array
+
+
+def clients(array: np.ndarray, name: str) -> np.ndarray:
+    """Returns the clients [M], integers or strings."""
+    if array.ndim != 1 or not (array.dtype.kind in "iu" or is_text(array)):
+        checks.refuse(f"{name} must have integers or strings as clients", _described(array))
+    return array if array.dtype.kind in "iu" else array.astype(str)
+
+
+def is_text(array: np.ndarray) -> bool:
+    """Whether all values are strings."""
+    return array.dtype.kind == "U" or array.dtype == object and all(isinstance(value, str) for value in array.flat)
+
+
+def _numeric(array: np.ndarray, name: str, fix: str) -> str:
+    """Returns the kind of the dtype. Raises ConfigurationError unless the values are numbers."""
+    if array.dtype.kind not in "biuf":
+        checks.refuse(f"{name} must be numeric", _described(array), fix)
+    return array.dtype.kind
+
+
+def _described(array: np.ndarray) -> str:
+    odd = next((value for value in array.flat if not isinstance(value, Number)), None)
+    return f"{array.dtype}{list(array.shape[1:]) or ''}" + (f" such as {checks.shown(odd)}" if odd is not None else "")
 
 
 def pixels(image: Any, what: str, convert: str, scale: str) -> np.ndarray:
