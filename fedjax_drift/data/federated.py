@@ -17,6 +17,8 @@ import numpy as np
 
 from fedjax_drift import checks, reprs, spec
 from fedjax_drift.data import joining
+from fedjax_drift.data.decoding import Decoding
+from fedjax_drift.data.decoding import integers_as_int32 as integers_as_int32
 from fedjax_drift.data.joining import Pair as Pair
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.shift.rule import TESTING, TRAINING, Owner, Shift, Shifting, shift_of
@@ -72,23 +74,14 @@ class FederatedData:
             names = joining.checked_names(names, N)
         if sizes.min() < 1:
             empty = int(sizes.argmin()) if names is None else names[int(sizes.argmin())]
-            raise ConfigurationError(
-                f"every client needs at least 1 example, but client {empty} is empty: leave it out"
-            )
-        x_test, y_test, test_sizes = self.x_test, self.y_test, self.test_sizes
-        for first, second, needs in (
-            (x_test, y_test, "a test set needs both inputs and labels: pass test=(x, y)"),
-            (self.mean, self.std, "standardising needs both mean and std: pass both, or neither"),
-        ):
-            if (first is None) != (second is None):
-                raise ConfigurationError(needs)
-        if x_test is not None:
-            x_test, y_test = joining.checked_test(x_test, y_test, x, y)
+            what = f"every client needs at least 1 example, but client {empty} is empty: leave it out"
+            raise ConfigurationError(what)
+        (x_test, y_test), test_sizes = joining.checked_test(self.x_test, self.y_test, x, y), self.test_sizes
         if test_sizes is not None:
             test_sizes = joining.counts(test_sizes, "test_sizes", 0 if x_test is None else len(x_test), N)
-        mean, std = joining.per_channel("mean", self.mean, x), joining.per_channel("std", self.std, x)
+        mean, std = joining.normalisation(self.mean, self.std, x)
         if self.redeal not in (None, "evenly"):
-            _check_classes(y, "redealt(alpha) needs")
+            joining.check_classes(y, "redealt(alpha) needs")
         arrays = {"x": x, "y": y, "sizes": sizes, "x_test": x_test, "y_test": y_test, "test_sizes": test_sizes}
         for name, value in (arrays | {"mean": mean, "std": std, "client_names": names}).items():
             object.__setattr__(self, name, value)
@@ -129,16 +122,14 @@ class FederatedData:
 
         by_position: if True, returns arrays with one value per position of the last axis.
         """
-        if (name, by_position) not in self._ranges:
+        ranges: dict[tuple[str, bool], tuple[Any, Any]] = self.__dict__.setdefault("_ranges", {})
+        if (name, by_position) not in ranges:
             array = getattr(self, name)
             if by_position:
                 array = array.reshape(-1, 1 if array.ndim == 1 else array.shape[-1])
-            self._ranges[name, by_position] = tuple(f(axis=0 if by_position else None) for f in (array.min, array.max))
-        return self._ranges[name, by_position]
-
-    @cached_property
-    def _ranges(self) -> dict[tuple[str, bool], tuple[Any, Any]]:
-        return {}
+            axis = 0 if by_position else None
+            ranges[name, by_position] = array.min(axis), array.max(axis)
+        return ranges[name, by_position]
 
     @classmethod
     def from_clients(
@@ -157,11 +148,9 @@ class FederatedData:
           clients: a list of pairs (x_i [n_i, ...], y_i [n_i, ...]) with n_i >= 1. Or a dict from client name to pair.
             The clients then have names (`client_names`), and their ids follow the order of the dict.
           test: a pooled test set (x, y).
-          test_clients: the test examples of each client, as a list or dict like ``clients``. Use it instead of
-            ``test``.
-            A client may have no test examples: pass empty arrays of any dtype and shape, such as ``([], [])``, or
-            leave the client out of a dict.
-            `Simulation.evaluate` uses the test examples of all clients together.
+          test_clients: the test examples of each client, as a list or dict like ``clients``, instead of ``test``. A
+            client may have no test examples: pass empty arrays of any dtype and shape, such as ``([], [])``, or leave
+            the client out of a dict. `Simulation.evaluate` uses the test examples of all clients together.
           mean, std: see the attributes of this class. Default: no standardisation.
           name: the name of the data set in plots and logs.
 
@@ -255,19 +244,21 @@ class FederatedData:
         return cls(x, y, np.full(num_clients, rows_per_client), x_test, y_test, name="shapes")
 
     def client(self, i: int | str) -> Pair:
-        """Returns the training examples ``(x [n_i, ...], y [n_i, ...])`` of client i, as stored. i is an id or a
-        name."""
-        i = self.id_of(i) if isinstance(i, str) else checks.integer("a client id", i, 0, self.num_clients - 1)
+        """Returns the training examples ``(x [n_i, ...], y [n_i, ...])`` of a client as stored. i: an id or a name."""
+        i = self._id(i)
         rows = slice(self.offsets[i], self.offsets[i] + self.sizes[i])
         return self.x[rows], self.y[rows]
+
+    def _id(self, client: int | str) -> int:
+        if isinstance(client, str):
+            return self.id_of(client)
+        return checks.integer("client", client, 0, self.num_clients - 1)
 
     @checked
     def id_of(self, name: Text) -> int:
         """Returns the id in 0..N-1 of the client with this name. Raises ValueError if no client has this name."""
         if (client_id := self._ids.get(name)) is None:
-            known = (
-                "the clients have ids only" if self.client_names is None else f"{self.num_clients} clients have names"
-            )
+            known = f"{self.num_clients} clients have names" if self._ids else "the clients have ids only"
             raise ConfigurationError(f"no client has the name {name!r} ({known}){checks.nearest(name, self._ids)}")
         return client_id
 
@@ -278,9 +269,7 @@ class FederatedData:
     def decode(self, x: Any) -> jax.Array:
         """Converts stored inputs ``x [..., *shape of one example]`` to model inputs.
 
-        uint8 images become float32 in [0, 1], or standardised with ``mean`` and ``std``. Other uint8 inputs become
-        float32 with the same values. Inputs of other dtypes stay as they are. See `x`.
-        Training and evaluation do this automatically. Call it if you apply a model yourself:
+        See `x`. Training and evaluation do this automatically. Call it if you apply a model yourself:
         ``model.apply(params, data.decode(data.x_test))``.
         """
         x = x if isinstance(x, jax.Array) else checks.array("x", x)
@@ -297,11 +286,9 @@ class FederatedData:
 
     @checked
     def redealt(self, alpha: Alpha | None = None) -> FederatedData:
-        """Returns the same data (no copy), with redistribution: every round pools the cohort's examples and splits
-        them.
+        """Returns the same data (no copy). Every round then pools the examples of its cohort and splits them.
 
-        Redistribution separates two kinds of drift (FedEve). Client drift: the clients of a cohort differ from each
-        other. Period drift: the examples of a cohort as a whole differ from those of the federation.
+        Redistribution separates client drift and period drift, see `drift_regimes`.
 
         Args:
           alpha: None (default) splits the examples evenly, so that the clients of a cohort are similar. If the
@@ -339,16 +326,16 @@ class FederatedData:
 
         A shift that does not fit the examples is refused when a `Simulation` is created.
         """
-        new, old = shift_of(shift), self.shifting
-        if seed is None:
-            seed = old.seed if old else 0
-        tested = test or (old.test if old else "present")
-        return self._with(shifting=Shifting(chain(old.shift, new) if old else new, tested, seed))
+        old = self.shifting
+        if old is None:
+            return self._with(shifting=Shifting(shift_of(shift), test or "present", seed or 0))
+        seed = old.seed if seed is None else seed
+        return self._with(shifting=Shifting(chain(old.shift, shift), test or old.test, seed))
 
     def examples(self, client: int | str, round: int = 0, test: bool = False) -> Pair:  # noqa: A002
         """Returns the examples ``(x [n_i, ...], y [n_i, ...])`` of a client as the model gets them in a round: decoded
         and shifted. client: an id or a name. test: whether to return its test examples."""
-        i = self.id_of(client) if isinstance(client, str) else checks.integer("client", client, 0, self.num_clients - 1)
+        i = self._id(client)
         x, y = self.client(i)
         if test:
             if self.x_test is None or self.y_test is None or self.test_sizes is None:
@@ -367,25 +354,15 @@ class FederatedData:
         """Returns the same data with the test set split by client, for `Simulation.evaluate_clients`.
 
         The test examples of each class are split in proportion to the clients' training examples of this class. So a
-        client's test examples have nearly the label distribution of its training examples. Small clients may get no
-        test example. `Simulation.evaluate` still uses the whole test set. The random seed ``seed``, >= 0, decides which
-        client gets which example.
+        client's test examples have nearly the label distribution of its training examples. Small clients may get none.
+        `Simulation.evaluate` still uses the whole test set. seed: random seed, >= 0.
 
         Raises ValueError if there is no test set, if the labels are not non-negative integers with one label per
         example, or if a class of the test set has no training examples.
         """
         if self.x_test is None or self.y_test is None:
             checks.refuse("with_client_tests needs a test set to split", "none", "pass test=(x, y)")
-        counts, rng = self.label_counts(), np.random.default_rng(seed)
-        _check_classes(self.y_test, "splitting the test set by labels needs")
-        owner = np.empty(len(self.y_test), np.int64)
-        for c in np.unique(self.y_test):
-            if c >= counts.shape[1] or not counts[:, c].any():
-                what = "the test set must only have classes that clients have"
-                checks.refuse(what, f"class {c}", "leave its examples out")
-            rows = rng.permutation(np.flatnonzero(self.y_test == c))
-            ends = np.cumsum(counts[:, c]) * (len(rows) / counts[:, c].sum())
-            owner[rows] = np.searchsorted(np.round(ends), np.arange(len(rows)), side="right")
+        owner = joining.owners_by_class(self.y_test, self.label_counts(), seed)
         order = np.argsort(owner, kind="stable")
         sizes = np.bincount(owner, minlength=self.num_clients)
         return replace(self, x_test=self.x_test[order], y_test=self.y_test[order], test_sizes=sizes)
@@ -399,31 +376,25 @@ class FederatedData:
         """Returns the same clients with a part of their training examples held out, which replaces the test set.
 
         Choose hyper-parameters with these data, so that the choice does not use the test set. Of a client with n
-        examples, share * n random examples are held out (rounded, at most n - 1). So the result has fewer training
-        examples. The held-out examples are split by client, as `Simulation.evaluate_clients` needs it. The examples are
-        copied, also those of a memory map.
-
-        Args:
-          share: in (0, 1). Default: 0.1.
-          seed: random seed, >= 0.
-
-        Raises:
-          ValueError: no client has enough examples to hold one out.
+        examples, share * n random examples are held out (rounded, at most n - 1), share in (0, 1). They are split by
+        client, as `Simulation.evaluate_clients` needs it. The examples are copied, also those of a memory map. seed:
+        random seed, >= 0. Raises ValueError if no client has enough examples to hold one out.
         """
         rng = np.random.default_rng(seed)
         test_sizes = np.minimum(np.round(share * self.sizes).astype(np.int64), self.sizes - 1)
         if not test_sizes.any():
             got = f"share={share} of at most {self.sizes.max()} examples per client"
-            fix = "use a larger share, or fewer clients"
-            checks.refuse("with_validation must hold out at least one example", got, fix)
+            checks.refuse("with_validation must hold out at least one example", got, "use a larger share")
         client = np.repeat(np.arange(self.num_clients), self.sizes)
         rows = np.lexsort((rng.random(len(client)), client))  # grouped by client, in random order within a client
-        is_test = np.arange(len(rows)) < np.repeat(self.offsets + test_sizes, self.sizes)
-        train, test = np.sort(rows[~is_test]), np.sort(rows[is_test])
-        return replace(
-            self, x=self.x[train], y=self.y[train], sizes=self.sizes - test_sizes,
-            x_test=self.x[test], y_test=self.y[test], test_sizes=test_sizes,
-        )  # fmt: skip
+        is_test = np.zeros(len(rows), bool)
+        is_test[rows[np.arange(len(rows)) < np.repeat(self.offsets + test_sizes, self.sizes)]] = True
+        return self._held_out(is_test, sizes=self.sizes - test_sizes, test_sizes=test_sizes)
+
+    def _held_out(self, is_test: np.ndarray, **changes: Any) -> FederatedData:
+        """The same data, with the examples for which ``is_test`` [M] is True as the test set."""
+        x, y = self.x, self.y
+        return replace(self, x=x[~is_test], y=y[~is_test], x_test=x[is_test], y_test=y[is_test], **changes)
 
     @checked
     def with_validation_clients(
@@ -431,36 +402,25 @@ class FederatedData:
     ) -> FederatedData:
         """Returns the data without some of the clients, whose training examples replace the test set.
 
-        Choose hyper-parameters with these data to score models on clients that never train. The other clients get new
-        ids, in the same order. The test examples are not split by client. The examples are copied, also those of a
-        memory map.
-
-        Args:
-          share: the share of the clients to hold out, in (0, 1). Their number is rounded, and is in 1..N - 1.
-          seed: random seed, >= 0, that chooses the clients.
-
-        Raises:
-          ValueError: there is only one client.
+        Choose hyper-parameters with these data to score models on clients that never train. Of the N clients, share * N
+        (rounded, in 1..N - 1) are held out, share in (0, 1). The random seed ``seed``, >= 0, chooses them. The others
+        get new ids, in the same order. The test examples are not split by client. The examples are copied, also those
+        of a memory map. Raises ValueError if there is only one client.
         """
         rng, N = np.random.default_rng(seed), self.num_clients
         if N == 1:
-            fix = "use with_validation, which holds out examples"
-            checks.refuse("with_validation_clients needs at least 2 clients", 1, fix)
+            checks.refuse("with_validation_clients needs at least 2 clients", 1, "use with_validation")
         is_test = rng.permutation(N) < min(max(round(share * N), 1), N - 1)
-        of_test, names = np.repeat(is_test, self.sizes), self.client_names
-        return replace(
-            self, x=self.x[~of_test], y=self.y[~of_test], sizes=self.sizes[~is_test],
-            x_test=self.x[of_test], y_test=self.y[of_test], test_sizes=None,
-            client_names=None if names is None else tuple(names[i] for i in np.flatnonzero(~is_test)),
-        )  # fmt: skip
+        names = None if self.client_names is None else tuple(np.array(self.client_names)[~is_test].tolist())
+        of_test, sizes = np.repeat(is_test, self.sizes), self.sizes[~is_test]
+        return self._held_out(of_test, sizes=sizes, test_sizes=None, client_names=names)
 
     def label_counts(self) -> np.ndarray:
         """Returns the number of training labels of each class at each client, int64 [N, C].
 
-        Raises ValueError unless the labels are integers. An example may have several labels, such as the tokens of a
-        text.
+        Raises ValueError unless the labels are integers. An example may have several, such as the tokens of a text.
         """
-        _check_classes(self.y, "label counts need", several=True)
+        joining.check_classes(self.y, "label counts need", several=True)
         classes, ends = int(self.y.max()) + 1, np.cumsum(self.sizes)
         labels = (self.y[end - n : end].reshape(-1) for end, n in zip(ends, self.sizes, strict=True))
         return np.stack([np.bincount(each.astype(np.int64), minlength=classes) for each in labels])
@@ -486,41 +446,6 @@ class FederatedData:
             ("labels", f"{self.y.dtype}{list(self.y.shape[1:])}"),
         ]
         return reprs.html_table(["", self.name], rows)
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """Converts stored inputs to model inputs. See `FederatedData.decode`. Two federations may have equal ones."""
-
-    images: bool  # whether uint8 inputs are divided by 255
-    mean: tuple[float, ...] | None  # one number, or one per channel
-    std: tuple[float, ...] | None
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        if x.dtype == jnp.uint8:
-            x = x.astype(jnp.float32) / 255 if self.images else x.astype(jnp.float32)
-        if self.mean is not None and self.std is not None:
-            mean, std = (np.array(value, np.float32, ndmin=x.ndim) for value in (self.mean, self.std))
-            x = (x - mean) / std
-        return x
-
-
-def integers_as_int32(y: np.ndarray) -> np.ndarray:
-    """Returns the labels with their dtype on the devices. Integers become int32."""
-    if not np.issubdtype(y.dtype, np.integer):
-        return y
-    if y.size and not np.can_cast(y.dtype, np.int32) and max(y.max(), -int(y.min())) > 2**31 - 1:
-        checks.refuse("labels must be smaller than 2**31", f"{y.min()} to {y.max()}", "number them from 0")
-    return y.astype(np.int32)
-
-
-def _check_classes(y: np.ndarray, needs: str, several: bool = False) -> None:
-    """several: whether an example may have several labels."""
-    if not np.issubdtype(y.dtype, np.integer) or not (y.ndim == 1 or several):
-        what = f"{needs} integer labels{'' if several else ', one per example'}"
-        checks.refuse(what, f"{y.dtype}{list(y.shape)}")
-    if y.min() < 0:
-        checks.refuse(f"{needs} labels >= 0", y.min(), "number the classes from 0")
 
 
 GivenData = Annotated[FederatedData, spec.instance(FederatedData), Fix("pass sim.data, for example")]

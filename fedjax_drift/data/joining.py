@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 
 from fedjax_drift import checks
+from fedjax_drift.errors import ConfigurationError
 
 Pair = tuple[np.ndarray, np.ndarray]
 
@@ -41,8 +42,14 @@ def checked_names(names: Any, num_clients: int) -> tuple[str, ...]:
     return texts
 
 
-def per_channel(name: str, value: Any, x: np.ndarray) -> np.ndarray | None:
-    """Returns the mean or the standard deviation of uint8 images, float32 [] or [C]."""
+def normalisation(mean: Any, std: Any, x: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Returns the mean and the standard deviation of uint8 images, float32 [] or [C]. Refuses one without the other."""
+    if (mean is None) != (std is None):
+        raise ConfigurationError("standardising needs both mean and std: pass both, or neither")
+    return _per_channel("mean", mean, x), _per_channel("std", std, x)
+
+
+def _per_channel(name: str, value: Any, x: np.ndarray) -> np.ndarray | None:
     if value is None:
         return None
     numbers, channels = np.asarray(checks.array(name, [value])[0], np.float32), x.shape[-1]
@@ -82,8 +89,12 @@ def checked_pair(x: Any, y: Any, what: str) -> Pair:
     return x, y
 
 
-def checked_test(x_test: Any, y_test: Any, x: np.ndarray, y: np.ndarray) -> Pair:
-    """Returns the test set as arrays. Raises ValueError unless they fit to the training examples."""
+def checked_test(x_test: Any, y_test: Any, x: np.ndarray, y: np.ndarray) -> Pair | tuple[None, None]:
+    """Returns the test set as arrays, if there is one. Raises ValueError unless they fit to the training examples."""
+    if (x_test is None) != (y_test is None):
+        raise ConfigurationError("a test set needs both inputs and labels: pass test=(x, y)")
+    if x_test is None:
+        return None, None
     x_test, y_test = checked_pair(x_test, y_test, "test data")
     for kind, train, test in (("inputs", x, x_test), ("labels", y, y_test)):
         if test.shape[1:] != train.shape[1:] or kind == "inputs" and train.dtype != test.dtype:
@@ -168,13 +179,11 @@ def common_dtype(dtypes: Collection[np.dtype]) -> np.dtype:
 
 def join_parts(parts: Any, rows: int, what: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the example indices of all clients, int64, and the number of examples of each client."""
-    no_list = isinstance(parts, str | bytes | Mapping) or not isinstance(parts, Iterable)
-    no_list |= getattr(parts, "ndim", 1) == 0
-    parts, allowed = parts if no_list else list(parts), f"{what} must be one array of example indices per client"
-    if callable(parts):
+    given, parts, allowed = parts, checks.items(parts), f"{what} must be one array of example indices per client"
+    if callable(given):
         checks.refuse(allowed, "a function", f"if it is a partitioner, call it with the labels, {what}=partitioner(y)")
-    if no_list:
-        checks.refuse(allowed, checks.shown(parts))
+    if parts is None:
+        checks.refuse(allowed, checks.shown(given))
     if any(isinstance(part, Integral) for part in parts):
         fix = f"if these are the clients, pass {what}=[np.flatnonzero(owner == i) for i in np.unique(owner)]"
         checks.refuse(allowed, "one number per example", fix)
@@ -187,3 +196,29 @@ def join_parts(parts: Any, rows: int, what: str) -> tuple[np.ndarray, np.ndarray
         if len(part) and not 0 <= part.min() <= part.max() < rows:
             checks.refuse(f"{what}[{i}] must have example indices in 0..{rows - 1}", f"{part.min()}..{part.max()}")
     return np.concatenate(arrays).astype(np.int64), np.array([len(part) for part in arrays])
+
+
+def check_classes(y: np.ndarray, needs: str, several: bool = False) -> None:
+    """several: whether an example may have several labels."""
+    if not np.issubdtype(y.dtype, np.integer) or not (y.ndim == 1 or several):
+        what = f"{needs} integer labels{'' if several else ', one per example'}"
+        checks.refuse(what, f"{y.dtype}{list(y.shape)}")
+    if y.min() < 0:
+        checks.refuse(f"{needs} labels >= 0", y.min(), "number the classes from 0")
+
+
+def owners_by_class(y: np.ndarray, counts: np.ndarray, seed: int) -> np.ndarray:
+    """Splits examples over clients, each class in proportion to the clients' examples of it. Returns the owners [M].
+
+    y: the labels [M]. counts: [N, C] examples of each class at each client. Refuses a class that no client has.
+    """
+    rng, owner = np.random.default_rng(seed), np.empty(len(y), np.int64)
+    check_classes(y, "splitting the test set by labels needs")
+    for c in np.unique(y):
+        if c >= counts.shape[1] or not counts[:, c].any():
+            what = "the test set must only have classes that clients have"
+            checks.refuse(what, f"class {c}", "leave its examples out")
+        rows = rng.permutation(np.flatnonzero(y == c))
+        ends = np.cumsum(counts[:, c]) * (len(rows) / counts[:, c].sum())
+        owner[rows] = np.searchsorted(np.round(ends), np.arange(len(rows)), side="right")
+    return owner
