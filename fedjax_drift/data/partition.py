@@ -115,10 +115,6 @@ def iid(num_clients: Count, seed: Seed = 0, size_sigma: Sigma = 0.0, sizes: Size
     Raises:
       ValueError: sizes and size_sigma are both given. Calling the partitioner raises it if M < N, or if the given sizes
         do not sum to M.
-
-    Flower's LinearPartitioner, SquarePartitioner, ExponentialPartitioner and SizePartitioner have such sizes. They give
-    contiguous blocks of the data set without shuffling it. The first three add all examples that are lost by rounding
-    to the last client, and refuse a data set if a client would be empty. The last one may leave examples out.
     """
     arguments: dict[str, Any] = {"num_clients": num_clients, "seed": seed, "size_sigma": size_sigma}
     if sizes is not None:
@@ -295,10 +291,6 @@ def distribution(num_clients: Count, weights: Weights, seed: Seed = 0, min_per_l
     Raises:
       ValueError: calling the partitioner raises it if the data do not have C labels, if M < N, or if a label has too
         few examples for min_per_label.
-
-    Flower's DistributionPartitioner has the transposed weights of those labels only that a client has: client i has
-    the labels i, i + 1, ... (mod C), num_unique_labels_per_partition of them, and N is a multiple of C. It adds all
-    examples of a label that are lost by rounding to one random client. With rescale=False it leaves examples out.
     """
     table = checks.array("weights", weights)
     if table.ndim != 2 or len(table) != num_clients or table.shape[1] == 0:
