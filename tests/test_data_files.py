@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import lzma
@@ -33,6 +34,24 @@ def own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "tfds"))
 
 
+def refused(path: Path, read: Callable[[], object], *changes: tuple[bytes | str, str]) -> None:
+    """Asserts that a file is refused with its name and with certain words after each of the changes.
+
+    changes: another content, or a statement of SQL that changes the database; and a pattern of the message.
+    """
+    whole = path.read_bytes()
+    for change, said in changes:
+        if isinstance(change, bytes):
+            path.write_bytes(change)
+        else:
+            with contextlib.closing(sqlite3.connect(path)) as connection, connection:
+                connection.execute(change)
+        with pytest.raises(ValueError, match=said) as error:
+            read()
+        assert str(path) in str(error.value) and str(error.value).count("\n") == 0
+        path.write_bytes(whole)
+
+
 def by_label(data: fd.FederatedData) -> np.ndarray:
     return data.x[data.y.argsort(kind="stable")]
 
@@ -43,37 +62,35 @@ def by_label(data: fd.FederatedData) -> np.ndarray:
 @pytest.mark.parametrize(
     "name, options, said",
     [
-        ("emnist", {}, r"NIST.*numpy\.savez\(\"emnist_letters\.npz"),
-        ("cifar10", {}, "Python version of CIFAR-10 .*pip install tensorflow-datasets tensorflow"),
-        ("cifar100", {}, "Python version of CIFAR-100 .*pip install tensorflow-datasets tensorflow"),
-        ("cinic10", {"valid": True}, r"CINIC-10\.tar\.gz from Edinburgh DataShare"),
-        ("tiny_imagenet", {}, r"tiny-imagenet-200\.zip from .*Stanford"),
+        (
+            "mnist",
+            {},
+            r"numpy\.savez: .* tensorflow-datasets has no data .*: \S*mnist is not prepared",
+        ),
+        ("emnist", {}, "gzip.zip"),
+        ("emnist", {"split": "byclass"}, "read from emnist_byclass.npz or .*emnist/byclass is not prepared"),
+        ("cifar10", {}, "download https://.*cifar-10-python.tar.gz and unpack it there.*not prepared"),
+        ("cinic10", {"valid": True}, r"CINIC-10\.tar\.gz of Edinburgh DataShare"),
+        ("tiny_imagenet", {}, r"cs231n.*tiny-imagenet-200\.zip and unpack it there$"),
         ("femnist", {}, r"preprocess\.sh.*fedjax\.datasets.*tff\.simulation.*glyphs"),
+        (
+            "femnist",
+            {"source": "tff"},
+            r"emnist_all\.sqlite or \S+ or fed_emnist_train\.h5 in \S+ or \S+, which",
+        ),
+        ("movielens", {}, "GroupLens"),
+        ("agnews", {}, "ag_news_csv.tar.gz"),
+        ("bindingdb", {}, "BindingDB as tab-separated values"),
     ],
 )
-def test_a_missing_data_set_names_its_download_and_folder(tmp_path, monkeypatch, name, options, said) -> None:
-    def unprepared(name: str) -> None:
-        raise FileNotFoundError("not prepared")
-
-    monkeypatch.setattr(tfds, "read", unprepared)
-    folders = (tmp_path, tmp_path / "cache")
-    record = datasets.RECORDS[name].variant({})
-    places = f"{' or '.join(record.files)} in {' or '.join(map(str, folders))}, which does not exist"
+def test_a_missing_data_set_names_its_download_and_folder(tmp_path, name, options, said) -> None:
+    record = datasets.RECORDS[name].variant(options)
+    places = f"{' or '.join(record.files)} in {tmp_path} or {tmp_path / 'cache'}, which does not exist"
     with pytest.raises(FileNotFoundError, match=said) as error:
         load(name, **options)
-    assert places in str(error.value) and record.download in str(error.value)
+    assert places in str(error.value) and record.by_hand in str(error.value)
     row = {row["name"]: row for row in datasets.describe()}[name]
-    assert not row["available"] and record.download in row["instructions"]
-
-
-def test_missing_files_are_named_according_to_the_options(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "tensorflow_datasets", None)
-    with pytest.raises(FileNotFoundError, match=r"emnist_byclass\.npz .*load\('emnist', split='byclass'\)"):
-        load("emnist", split="byclass")
-    with pytest.raises(
-        FileNotFoundError, match=r"read from emnist_all\.sqlite or \S+ or fed_emnist_train\.h5 in \S+ or \S+, which"
-    ):
-        load("femnist", source="tff")
+    assert not row["available"] and (options or record.by_hand in row["instructions"])
 
 
 # ---------------------------------------------------------------- EMNIST
@@ -133,21 +150,17 @@ def test_emnist_from_tensorflow_datasets_is_transposed_and_lacks_letters(monkeyp
 def test_damaged_idx_files_are_refused(tmp_path: Path) -> None:
     write_emnist(tmp_path)
     path = tmp_path / "emnist-letters-train-images-idx3-ubyte.gz"
-    whole = path.read_bytes()
-    raw = gzip.decompress(whole)
-    for content, said in (
-        (whole[:500], "damaged, truncated"),
+    raw = gzip.decompress(path.read_bytes())
+    refused(
+        path,
+        lambda: load("emnist", iid(1)),
+        (path.read_bytes()[:500], "damaged, truncated"),
         (b"hello", "damaged, truncated"),
         (gzip.compress(raw[:-1]), "must have 40768 values, as its header says, got 40767"),
         (gzip.compress(b"\0\0\x0d" + raw[3:]), "not an idx file of bytes"),
         (gzip.compress(b""), "not an idx file of bytes"),
         (gzip.compress(raw[:6]), "cannot use"),
-    ):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=said) as error:
-            load("emnist", iid(1))
-        assert path.name in str(error.value)
-    path.write_bytes(whole)
+    )
     write_idx(tmp_path / "emnist-letters-train-labels-idx1-ubyte.gz", np.arange(52) % 26)  # from 0, but must start at 1
     with pytest.raises(ValueError, match=r"y_train must be in 0\.\.25, got -1\.\.24"):
         load("emnist", iid(1))
@@ -209,17 +222,16 @@ def test_malicious_or_damaged_pickles_are_refused_and_not_executed(tmp_path: Pat
         def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
             return Path.touch, (tmp_path / "touched",)
 
-    for content, said in (
+    refused(
+        folder / "train",
+        lambda: load("cifar100", iid(1)),
         (pickle.dumps(Evil()), "is not allowed in it"),
         (whole[: len(whole) // 2], "damaged or not a pickle"),
         (b"", "damaged or not a pickle"),
         (b"\xff" + whole, "damaged or not a pickle"),
         (pickle.dumps([1]), "must have data and fine_labels"),
         (whole.replace(b"fine_labels", b"fine_babels"), "must have data and fine_labels"),
-    ):
-        (folder / "train").write_bytes(content)
-        with pytest.raises(ValueError, match=said):
-            load("cifar100", iid(1))
+    )
     assert not (tmp_path / "touched").exists()
     write_batch(folder / "train", np.zeros((2, 16, 16, 3), np.uint8), fine_labels=[0, 1])
     with pytest.raises(ValueError, match=r"data must have shape \[rows, 3072\]"):
@@ -521,50 +533,37 @@ def test_damaged_tff_databases_are_refused(tmp_path: Path) -> None:
     path, packed = tmp_path / "emnist_all.sqlite", tmp_path / "emnist_all.sqlite.lzma"
     write_femnist(tmp_path, "tff sqlite", characters({"a": 3, "b": 2})[0], characters({"a": 1})[0])
     whole = path.read_bytes()
-    for change, said in (
+    proto, size = "UPDATE examples SET serialized_example_proto =", len(whole)
+    refused(
+        path,
+        lambda: load("femnist", source="tff"),
         (
             "UPDATE client_metadata SET num_examples = 4 WHERE split_name = 'all_train'",
             "client 'a' must have 4 rows, got",
         ),
         ("DELETE FROM examples WHERE client_id = 'b'", "the examples of client 'b' are missing"),
         ("DELETE FROM client_metadata WHERE split_name = 'all_test'", "split must be one of .*, got 'all_test'"),
-        (
-            "UPDATE examples SET serialized_example_proto = substr(serialized_example_proto, 1, 99)",
-            "an example is damaged",
-        ),
-        ("UPDATE examples SET serialized_example_proto = 'text'", "serialized_example_proto bytes"),
-        ("UPDATE examples SET serialized_example_proto = x'ff'", "damaged"),
+        (f"{proto} substr(serialized_example_proto, 1, 99)", "an example is damaged"),
+        (f"{proto} 'text'", "serialized_example_proto bytes"),
+        (f"{proto} x'ff'", "damaged"),
         ("DROP TABLE client_metadata", "must have a table client_metadata, got no such table: .* with from_fedjax"),
         ("DROP TABLE examples", "must have a table examples, got no such table: download it again, or read FedJAX's"),
-    ):
-        path.write_bytes(whole)
-        with sqlite3.connect(path) as connection:
-            connection.execute(change)
-        connection.close()
-        with pytest.raises(ValueError, match=said) as error:
-            load("femnist", source="tff")
-        assert str(path) in str(error.value)
+    )
     path.unlink()
     xz = lzma.compress(whole)
-    size = len(whole)
-    for content, said in (
+    packed.write_bytes(xz)
+    refused(
+        packed,
+        lambda: load("femnist", source="tff"),
         (xz[:-40], r"it must be complete, got \d+ unpacked bytes and no end"),
         (xz + b"more", f"it must end after {size} unpacked bytes, got more"),
         (xz[:100] + b"\0" + xz[101:], "it is damaged or not packed with lzma"),
-        (lzma.compress(whole[:-4096]), f"it must unpack to {size} bytes, as its header says, got {size - 4096}"),
-        (lzma.compress(whole + whole), f"it must unpack to {size} bytes, as its header says, got more"),
-        (lzma.compress(b"hello"), "it must unpack to an SQLite database, got another file"),
-        (
-            lzma.compress(whole[:28] + b"\xff" * 4 + whole[32:]),
-            r"it must unpack to at most \d+ bytes, the free space in",
-        ),
+        (lzma.compress(whole[:-4096]), "it is damaged or of another kind .database disk image is malformed"),
+        (lzma.compress(b"hello"), "it is damaged or of another kind .file is not a database"),
+        (lzma.compress(bytes(2**26)), r"it must unpack to at most 33554432 bytes in \S+, got more: download it again"),
         (b"hello", "it is damaged or not packed with lzma"),
         (b"", "it must be complete, got 0 unpacked bytes"),
-    ):
-        packed.write_bytes(content)
-        with pytest.raises(ValueError, match=said) as error:
-            load("femnist", source="tff")
-        assert str(packed) in str(error.value)
+    )
     assert not list((tmp_path / "cache").iterdir())
     packed.write_bytes(lzma.compress(whole[:28] + bytes(4) + whole[32:]))  # old databases do not say their size
     assert load("femnist", source="tff").sizes.tolist() == [3, 2]
@@ -659,7 +658,7 @@ def test_damaged_json_files_are_refused(tmp_path: Path) -> None:
         fd.datasets.from_leaf(tmp_path)
     write_leaf(path, {"a": (np.ones((2, 3)), np.arange(2))})
     whole = path.read_text()
-    for content, said in (
+    changes = (
         (whole[:-20], "damaged, truncated"),
         ("[]", "must have LEAF's users, num_samples and user_data"),
         (whole.replace('"a": {', '"b": {'), "damaged"),
@@ -672,11 +671,8 @@ def test_damaged_json_files_are_refused(tmp_path: Path) -> None:
             "x of client 'a' must be numbers up to 3.4e.38 for float32, got 1e.300 in row 0",
         ),
         (whole.replace("[0, 1]", f"[{2**63}, 1]"), "y of client 'a': integers must be smaller than 2..63, got"),
-    ):
-        path.write_text(content)
-        with pytest.raises(ValueError, match=said) as error:
-            fd.datasets.from_leaf(tmp_path)
-        assert str(path) in str(error.value)
+    )
+    refused(path, lambda: fd.datasets.from_leaf(tmp_path), *((text.encode(), said) for text, said in changes))
 
 
 def test_damaged_sqlite_files_are_refused(tmp_path: Path) -> None:
@@ -686,29 +682,19 @@ def test_damaged_sqlite_files_are_refused(tmp_path: Path) -> None:
     write_fedjax(path, {"a": (np.ones((2, 3)), np.arange(2))})
     with pytest.raises(ValueError, match="must be numbers: encode text"):
         fd.datasets.from_fedjax(path, x="text")
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match="a.sqlite"):
-        fd.datasets.from_fedjax(path)
-    path.write_bytes(b"hello" * 1000)
-    with pytest.raises(
-        ValueError,
-        match="of another kind .file is not a database.: download it again, or read TensorFlow Federated's files",
-    ):
-        fd.datasets.from_fedjax(path)
-    for change, said in (
+    refused(
+        path,
+        lambda: fd.datasets.from_fedjax(path),
+        (path.read_bytes()[: path.stat().st_size // 2], "damaged"),
+        (
+            b"hello" * 1000,
+            "of another kind .file is not a database.: download it again, or read TensorFlow Federated's",
+        ),
         ("UPDATE federated_data SET num_examples = 3", r"must have 3 rows, got \[2, 3\]"),
         ("UPDATE federated_data SET data = substr(data, 1, 20)", "damaged"),
         ("UPDATE federated_data SET data = x'00'", "damaged"),
         ("DROP TABLE federated_data", "no such table"),
-    ):
-        path.write_bytes(whole)
-        with sqlite3.connect(path) as connection:
-            connection.execute(change)
-        connection.close()
-        with pytest.raises(ValueError, match=said) as error:
-            fd.datasets.from_fedjax(path)
-        assert str(path) in str(error.value)
+    )
 
 
 def test_damaged_hdf5_files_are_refused(tmp_path: Path) -> None:

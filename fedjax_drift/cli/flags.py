@@ -21,6 +21,7 @@ from fedjax_drift import checks, clock, compression, participation, shift, topol
 from fedjax_drift.algorithms import ALGORITHMS
 from fedjax_drift.cli.values import COUNT, COUNT_OR_ZERO, LOCAL_PATH, REDEAL, SEED, Choice, reader, readers
 from fedjax_drift.data import augment, partition
+from fedjax_drift.data.catalogue import RECORDS
 from fedjax_drift.data.datasets import DATASETS
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.local import LocalTraining
@@ -33,12 +34,7 @@ from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.spec import Count, NonNegative, Positive, checked, integer
 
 SWITCH = {"auto": None, "yes": True, "no": False}  # of --standardize
-DEFAULT_MODEL = {
-    "synthetic": "linear", "glyphs": "lenet5", "dialogue": "decoder", "femnist": "lenet5", "mnist": "mnist_2nn",
-    "fashion_mnist": "mnist_2nn", "emnist": "emnist_nn", "cifar10": "cifar_cnn", "cifar100": "cifar_cnn",
-    "cinic10": "cifar_cnn", "tiny_imagenet": "resnet18", "movielens": "din", "agnews": "text_classifier",
-    "bindingdb": "drug_target", "shakespeare": "decoder",
-}  # fmt: skip
+DEFAULT_MODEL = {name: record.model for name, record in RECORDS.items()}
 
 
 def distribution(num_clients: int, file: str, seed: int = 0, min_per_label: int = 0) -> partition.Partition:

@@ -32,7 +32,7 @@ from fedjax_drift import checks
 from fedjax_drift.cli.flags import PARTITION, add, add_run
 from fedjax_drift.cli.parsed_run import assemble, load_data
 from fedjax_drift.cli.values import COUNT
-from fedjax_drift.data.datasets import RECORDS
+from fedjax_drift.data.catalogue import RECORDS
 from fedjax_drift.simulation.plan import TooLargeError
 
 SHAPES = {name: record.shape for name, record in RECORDS.items() if record.shape}  # of images

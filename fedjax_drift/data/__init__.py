@@ -2,9 +2,11 @@
 
 These modules only import `checks`, `errors`, `disk`, `reprs` and each other. In the order in which to read them:
 
-- federated.py: `FederatedData`. joining.py checks the arrays that it gets, and joins those of the clients.
+- federated.py: `FederatedData`. joining.py checks the arrays that it gets, and joins those of the clients. decoding.py:
+  what reaches the model.
 - partition.py: the partitioners, made of the steps in assignment.py. redeal.py: redistribution in every round.
-- datasets.py: `load`, and the record of every data set. sources.py: what a record, a loader and its result are.
+- datasets.py: `load`. catalogue.py: the record of every data set. sources.py: what a record, a loader and its result
+  are. downloading.py: downloads.
 - Loaders: synthetic.py, glyphs.py, dialogue.py, images.py, femnist.py, movielens.py, agnews.py, bindingdb.py. They read
   files with files.py, image_files.py and tfds.py.
 - Other libraries' data: tables.py makes federations of what huggingface.py, flower.py, frames.py and pairs.py read.

@@ -6,19 +6,21 @@ import csv
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 
+from fedjax_drift import spec
 from fedjax_drift.data import files
 from fedjax_drift.data.sources import Request, Samples
+from fedjax_drift.spec import Count
 
 FILENAME = "ag_news_csv/train.csv"
-DOWNLOAD = "download AG's News (ag_news_csv.tar.gz, Zhang, Zhao and LeCun's version) and unpack it in data_dir"
 WORD = re.compile(r"[a-z]+|[0-9]+")
 UNKNOWN = 1  # 0 is padding
 
 
-def load(request: Request, *, vocabulary: int = 20_000, length: int = 64) -> Samples:
+def load(request: Request, *, vocabulary: Annotated[int, spec.integer(3)] = 20_000, length: Count = 64) -> Samples:
     """AG News by topic: 4 classes, 120,000 + 7,600 texts (title and description), int32 [length] word ids.
 
     The id 0 is padding. The id 1 stands for all words that are not among the `vocabulary` - 2 most frequent words of
@@ -26,9 +28,8 @@ def load(request: Request, *, vocabulary: int = 20_000, length: int = 64) -> Sam
     with lines "class 1 to 4","title","description". (Zhang, Zhao and LeCun, "Character-level Convolutional Networks for
     Text Classification", NeurIPS 2015.)
     """
-    path = files.find_file(FILENAME, request.folders, DOWNLOAD)
-    test_path = files.find_file("ag_news_csv/test.csv", [path.parent.parent], "it comes with train.csv")
-    (texts, y), (test_texts, y_test) = _texts(path), _texts(test_path)
+    path = request.path()
+    (texts, y), (test_texts, y_test) = _texts(path), _texts(path.with_name("test.csv"))
     counts = Counter(word for words in texts for word in words)
     frequent = sorted(counts, key=lambda word: (-counts[word], word))[: vocabulary - 2]
     numbers = {word: number for number, word in enumerate(frequent, UNKNOWN + 1)}

@@ -12,9 +12,9 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.data.sources import Request, Samples
+from fedjax_drift.spec import Count
 
 FILENAME = "BindingDB_All.tsv"
-DOWNLOAD = f"download all of BindingDB as tab-separated values from its site and unpack it as {FILENAME} in data_dir"
 COLUMNS = (
     ("Ligand SMILES",),
     ("BindingDB Target Chain Sequence", "BindingDB Target Chain Sequence 1"),  # older and newer dumps
@@ -25,7 +25,7 @@ KD = re.compile(r"([<>]?)\s*(\d+\.?\d*(?:[eE][+-]?\d+)?)")
 CODES = bytes(byte - 32 if 32 < byte < 127 else 0 for byte in range(256))  # printable ASCII becomes 1..94
 
 
-def load(request: Request, *, ligand: int = 100, protein: int = 1000) -> Samples:
+def load(request: Request, *, ligand: Count = 100, protein: Count = 1000) -> Samples:
     """BindingDB: whether a ligand binds a protein. 2 classes (1: Kd < 30 nM, our choice), int8 [ligand + protein].
 
     An example has the first `ligand` characters of the SMILES string and the first `protein` characters of the sequence
@@ -33,7 +33,7 @@ def load(request: Request, *, ligand: int = 100, protein: int = 1000) -> Samples
     A random 20 % of the pairs (`seed`) are test examples. Reading all of `BindingDB_All.tsv` takes a few minutes.
     Lines without a Kd value are skipped. (Liu et al., "BindingDB", Nucleic Acids Research 2007.)
     """
-    path = files.find_file(FILENAME, request.folders, DOWNLOAD)
+    path = request.path()
     pairs = measurements(path)
     if len(pairs) < 2:
         checks.refuse(f"cannot use {path}: at least 2 pairs must have a Kd", len(pairs), "use the whole file")

@@ -5,7 +5,7 @@ $FEDJAX_DRIFT_DATA, then the cache). These are npz files or the files that the a
 is no file, `mnist`, `fashion_mnist`, `emnist` (except the letters split), `cifar10` and `cifar100` are read from
 tensorflow-datasets.
 
-`RECORDS` has the facts about every data set.
+catalogue.py has the facts about every data set.
 
 `from_leaf`, `from_fedjax`, `from_tff`, `from_pfllib`, `from_fl_bench` and `from_niid_bench` read federations from your
 own files. `from_huggingface`, `from_flwr`, `from_pandas` and `from_torch` read the data sets of other libraries.
@@ -14,155 +14,26 @@ own files. `from_huggingface`, `from_flwr`, `from_pandas` and `from_torch` read 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedjax_drift import checks, spec
-from fedjax_drift.data import (
-    agnews,
-    bindingdb,
-    dialogue,
-    downloading,
-    femnist,
-    files,
-    glyphs,
-    images,
-    movielens,
-    shakespeare,
-    tables,
-    tfds,
-)
-from fedjax_drift.data import synthetic as linear
-from fedjax_drift.data.benchmark_files import from_fl_bench as from_fl_bench
-from fedjax_drift.data.benchmark_files import from_niid_bench as from_niid_bench
-from fedjax_drift.data.benchmark_files import from_pfllib as from_pfllib
-from fedjax_drift.data.downloads import DOWNLOADS
+from fedjax_drift import checks, data, spec
+from fedjax_drift.data import *  # noqa: F403 (the readers)
+from fedjax_drift.data import dialogue, downloading, files, tables, tfds
+from fedjax_drift.data.catalogue import RECORDS
 from fedjax_drift.data.federated import FederatedData
-from fedjax_drift.data.federated_files import from_fedjax as from_fedjax
-from fedjax_drift.data.federated_files import from_leaf as from_leaf
-from fedjax_drift.data.flower import from_flwr as from_flwr
-from fedjax_drift.data.frames import from_pandas as from_pandas
-from fedjax_drift.data.huggingface import from_huggingface as from_huggingface
-from fedjax_drift.data.pairs import from_torch as from_torch
 from fedjax_drift.data.partition import Partition, by_writer, iid
-from fedjax_drift.data.sources import DataDir, DataSet, Normalisation, Request, Samples
-from fedjax_drift.data.tff_files import from_tff as from_tff
+from fedjax_drift.data.sources import DataDir, Normalisation, Request, Samples
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.spec import Flag, Seed, checked
 
-__all__ = [
-    "NAMES",
-    "describe",
-    "dialogue_entropy",
-    "download",
-    "from_fedjax",
-    "from_fl_bench",
-    "from_flwr",
-    "from_huggingface",
-    "from_leaf",
-    "from_niid_bench",
-    "from_pandas",
-    "from_pfllib",
-    "from_tff",
-    "from_torch",
-    "load",
-    "locate",
-    "num_classes",
-    "synthetic",
-]
+__all__ = ["NAMES", "describe", "dialogue_entropy", "download", "load", "locate", "num_classes", "synthetic"]
+__all__ += data.__all__
 __dir__ = __all__.copy
 
 
-CIFAR_PAGE = "from Alex Krizhevsky's page (University of Toronto), and unpack it there"
-RECORDS = {
-    record.name: replace(record, downloads=DOWNLOADS.get(record.name))
-    for record in (
-        DataSet(
-            "synthetic", linear.load, 5, by_writer=True,
-            lowest={"num_clients": 1, "num_rows": 2}, spreads=("alpha", "beta"),
-            selector="variant", variants={"feddyn": {}, "fedprox": {"classes": 10}},
-        ),
-        DataSet(
-            "glyphs", glyphs.load, 62, (), (28, 28, 1), by_writer=True, lowest={"num_writers": 1, "num_classes": 1}
-        ),
-        DataSet(
-            "dialogue", dialogue.load, 28, by_writer=True,
-            lowest={"num_clients": 1, "num_rows": 2, "length": 1}, spreads=("alpha",),
-        ),
-        DataSet("mnist", images.mnist, 10, ("mnist.npz",), (28, 28, 1), ((0.1307,), (0.3081,))),
-        DataSet("fashion_mnist", images.fashion_mnist, 10, ("fashion_mnist.npz",), (28, 28, 1), ((0.286,), (0.353,))),
-        DataSet(
-            "emnist", images.emnist, 26, shape=(28, 28, 1), lowest={"num_classes": 1},
-            download="download the EMNIST data set in the binary format, gzip.zip, from its page at NIST, and put the "
-            "four files emnist-SPLIT-{train,test}-{images-idx3,labels-idx1}-ubyte.gz there",
-            selector="split", variants={split: images.emnist_split(split) for split in images.EMNIST},
-        ),
-        DataSet(
-            "cifar10", images.cifar10, 10,
-            ("cifar10.npz", images.CIFAR10, "cifar10_png.npz", "cifar10_webp.npz", "cifar10_jpeg.npz"),
-            (32, 32, 3), ((0.491, 0.482, 0.447), (0.247, 0.243, 0.262)),
-            parts={images.CIFAR10: tuple(f"{images.CIFAR10}/{batch}" for batch in (*images.BATCHES, "test_batch"))},
-            download=f"download the Python version of CIFAR-10 {CIFAR_PAGE}",
-        ),
-        DataSet(
-            "cifar100", images.cifar100, 100, ("cifar100.npz", "cifar-100-python"),
-            (32, 32, 3), ((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
-            parts={"cifar-100-python": ("cifar-100-python/train", "cifar-100-python/test")},
-            download=f"download the Python version of CIFAR-100 {CIFAR_PAGE}",
-        ),
-        DataSet(
-            "cinic10", images.cinic10, 10, ("CINIC-10",),
-            (32, 32, 3), ((0.47889522, 0.47227842, 0.43047404), (0.24205776, 0.23828046, 0.25874835)),
-            parts={"CINIC-10": ("CINIC-10/train", "CINIC-10/test")},
-            download="download CINIC-10.tar.gz from Edinburgh DataShare, and unpack it into a new folder CINIC-10 "
-            "there",
-        ),
-        DataSet(
-            "tiny_imagenet", images.tiny_imagenet, 200, ("tiny-imagenet-200",),
-            (64, 64, 3), ((0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
-            parts={"tiny-imagenet-200": tuple(f"tiny-imagenet-200/{part}" for part in images.TINY_IMAGENET)},
-            download="download tiny-imagenet-200.zip from the page of Stanford's course CS231n, and unpack it there",
-        ),
-        DataSet(
-            "femnist", femnist.load, 62, (), (28, 28, 1), femnist.NORMALISATION, standardize=False, by_writer=True,
-            parts={"leaf_femnist": ("leaf_femnist/train",)},
-            download="run LEAF's data/femnist/preprocess.sh -s niid --sf 1.0 -k 0 -t sample, and copy its folders "
-            "data/train and data/test into leaf_femnist; or copy federated_emnist_{train,test}.sqlite, which "
-            "fedjax.datasets.emnist downloads, or emnist_all.sqlite, which tff.simulation.datasets.emnist.load_data "
-            "downloads into ~/.tff, or the packed emnist_all.sqlite.lzma, or fed_emnist_{train,test}.h5, which TFF "
-            "downloaded before 2021; or write femnist_writers.npz with numpy.savez: x uint8 [M, 28, 28], 255 = "
-            "background, y and writer [M]",
-            selector="source",
-            variants={
-                "auto": {"files": sum(femnist.FILES.values(), ())},
-                **{source: {"files": names} for source, names in femnist.FILES.items()},
-            },
-        ),
-        DataSet(
-            "movielens", movielens.load, 2, by_writer=True, parts={"ratings.dat": ("users.dat",)},
-            download=f"{movielens.DOWNLOAD}; with size=latest-small, movielens_latest_small.npz is read instead",
-            lowest={"history": 1, "negatives": 1, "test_negatives": 1},
-            selector="size", variants={size: {"files": (name,)} for size, name in movielens.FILENAMES.items()},
-        ),
-        DataSet(
-            "shakespeare", shakespeare.load, shakespeare.CLASSES, shakespeare.FILES, by_writer=True,
-            lowest={"length": 1},
-            download="copy shakespeare.sqlite, which tff.simulation.datasets.shakespeare.load_data downloads into "
-            "~/.tff, or the packed shakespeare.sqlite.lzma",
-        ),
-        DataSet(
-            "agnews", agnews.load, 4, (agnews.FILENAME,), parts={"train.csv": ("test.csv",)}, download=agnews.DOWNLOAD,
-            lowest={"vocabulary": 3, "length": 1},
-        ),
-        DataSet(
-            "bindingdb", bindingdb.load, 2, (bindingdb.FILENAME,), download=bindingdb.DOWNLOAD,
-            lowest={"ligand": 1, "protein": 1},
-        ),
-    )
-}  # fmt: skip
 NAMES = tuple(RECORDS)
 DATASETS = {name: record.read for name, record in RECORDS.items()}
 
@@ -224,21 +95,12 @@ def _checked(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options as Python values. Raises ValueError for an unknown name or option and for an illegal
     value."""
     record = RECORDS[checks.choice("name", name, NAMES)]
-    known, checked = record.options, dict(options)
+    known, checked, declared = record.options, dict(options), spec.Declared(record.read).arguments
     for option, value in options.items():
         if option not in known:
             listed = f"the options of {name} are {checks.listed(known)}" if known else f"{name} has no options"
             raise ConfigurationError(f"unknown option {option!r}: {listed}{checks.nearest(option, known)}")
-        if value is None and known[option] is None:
-            continue
-        if option == record.selector:
-            checks.choice(option, value, record.variants)
-        elif option in record.lowest:
-            checked[option] = checks.integer(option, value, record.lowest[option])
-        elif option in record.spreads:
-            checked[option] = spec.NONNEGATIVE.check(option, value, "it is a standard deviation, for example 1.0")
-        else:
-            checks.flag(option, value)
+        checked[option] = declared[option].check(option, value)
     if checked.get("num_classes") is not None:
         variant = record.variant(checked)
         fix = f"these are the classes of {variant.name.rpartition('/')[2]}"
@@ -291,7 +153,7 @@ def _downloaded(name: str, data_dir: DataDir, options: Mapping[str, Any]) -> Pat
     record, folders = RECORDS[name].variant(options), files.folders(data_dir)
     if record.online is None:
         possible = checks.listed([known for known, other in RECORDS.items() if other.downloads])
-        wanted, how = f"one of {possible}", record.download or "load makes it"
+        wanted, how = f"one of {possible}", record.by_hand or "load makes it"
         if record.downloads:
             wanted = f"of one of the files {checks.listed(record.downloads.gives)}"
         checks.refuse(f"the download must be {wanted}", record.name, how)
@@ -405,9 +267,7 @@ def describe(data_dir: DataDir = None) -> list[dict[str, Any]]:
         name, online = record.base, record.online
         location, instructions = locate(name, data_dir), f'fd.datasets.load("{name}")'
         if record.files:
-            instructions = f"put {' or '.join(record.files)} into data_dir"
-            instructions += f": {record.download}" if record.download else ""
-            instructions += f", or, online: {record.prepare}" if data_dir is None and name in tfds.HOSTS else ""
+            instructions = f"put {' or '.join(record.files)} into data_dir: {record.by_hand}"
             instructions = f"fedjax-drift data download {name}, or {instructions}" if online else instructions
         known = {"name": name, "classes": record.classes, "location": location, "available": location != "no"}
         source = {"download": online and online.size, "server": online and online.host}
@@ -426,8 +286,8 @@ def locate(name: str, data_dir: DataDir = None, **options: Any) -> str:
     if not record.files:
         return "made on the spot"
     path = record.find(data_dir)
-    if path is None and data_dir is None and record.name in tfds.HOSTS:
+    if path is None and data_dir is None and record.tfds:
         path = files.find((f"{record.filename}_tfds.npz",), [files.cache_dir()])
-        if path is None and any((tfds.default_dir() / record.name).glob("*/dataset_info.json")):
+        if path is None and tfds.is_prepared(record.name):
             return "tensorflow-datasets"
     return str(path) if path is not None and record.is_complete(path) else "no"

@@ -11,10 +11,13 @@ mean number of characters of a word with its space, both under the stationary di
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
 
 import numpy as np
 
+from fedjax_drift import spec
 from fedjax_drift.data.sources import Request, Samples
+from fedjax_drift.spec import AmountOrZero, Count
 
 WORDS = (
     "a all and art as be but by come day death dost eyes fair father fear for friend from give good grace hand hath "
@@ -26,7 +29,12 @@ CHARACTERS = " abcdefghijklmnopqrstuvwxyz"  # the ids 1, 2, ...; 0 is padding an
 
 
 def load(
-    request: Request, *, num_clients: int = 100, num_rows: int = 50, length: int = 64, alpha: float = 1.0
+    request: Request,
+    *,
+    num_clients: Count = 100,
+    num_rows: Annotated[int, spec.integer(2)] = 50,
+    length: Count = 64,
+    alpha: AmountOrZero = 1.0,
 ) -> Samples:
     """Generated text of `num_clients` speakers, for language models such as `fd.models.decoder`: 28 character ids.
 

@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
+import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import tarfile
+import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from fedjax_drift import checks
+from fedjax_drift.data import image_files
 from fedjax_drift.data.files import one_line
 from fedjax_drift.disk import lock_folder
 from fedjax_drift.errors import ConfigurationError, DamagedError
@@ -65,6 +70,33 @@ class Download(NamedTuple):
         return urlsplit(self.files[0].address).netloc
 
 
+def as_it_is(paths: Sequence[Path], new: Path) -> Path:
+    """The readers read the files themselves."""
+    for path in paths:
+        os.replace(path, new / path.name)
+    return new
+
+
+def extracted(paths: Sequence[Path], new: Path, into: str = "", inside: str = "") -> Path:
+    """Unpacks archives. into: the folder of `new` for their content. inside: the folder of `new` to return.
+
+    Their checksums are known, so they are not hostile.
+    """
+    for path in paths:
+        with zipfile.ZipFile(path) if path.suffix == ".zip" else tarfile.open(path) as archive:
+            archive.extraction_filter = getattr(tarfile, "data_filter", None)  # type: ignore[union-attr]
+            archive.extractall(new / into)
+    return new / inside
+
+
+def idx_as_npz(paths: Sequence[Path], new: Path, name: str) -> Path:
+    """Writes the arrays of four idx files, training images first, to the file ``name``."""
+    parts = zip(("x_train", "y_train", "x_test", "y_test"), paths, (3, 1, 3, 1), strict=True)
+    arrays: dict[str, Any] = {key: image_files.read_idx(path, axes) for key, path, axes in parts}
+    np.savez(new / name, **arrays)
+    return new
+
+
 def download(name: str, wanted: Download, folder: Path) -> None:
     """Downloads a data set into the data folder.
 
@@ -76,7 +108,7 @@ def download(name: str, wanted: Download, folder: Path) -> None:
         try:
             for file in wanted.files:
                 paths.append(_fetched(file, staging))
-            new = _unpacked(name, wanted, paths, staging / "new")
+            new = _made(name, wanted, paths, staging / "new")
             for top in dict.fromkeys(Path(given).parts[0] for given in wanted.gives):
                 if (folder / top).is_dir():
                     what = f"{folder / top} must not exist while {name} is downloaded"
@@ -100,7 +132,7 @@ def download(name: str, wanted: Download, folder: Path) -> None:
         staging.parent.rmdir()
 
 
-def _unpacked(name: str, wanted: Download, paths: Sequence[Path], new: Path) -> Path:
+def _made(name: str, wanted: Download, paths: Sequence[Path], new: Path) -> Path:
     """Returns the folder inside `new` that has the files or folders of a data set."""
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
@@ -122,47 +154,30 @@ def _unpacked(name: str, wanted: Download, paths: Sequence[Path], new: Path) -> 
 
 def _fetched(file: File, folder: Path) -> Path:
     """Returns the path of the file in the folder, with the right checksum. It is downloaded if it is not there."""
-    import pooch
+    from tqdm.auto import tqdm
 
-    try:
-        with _quiet(pooch.get_logger()):
-            return Path(pooch.retrieve(file.address, file.checksum, file.name, folder, downloader=_get(file)))
-    except ValueError as error:
-        raise DamagedError(
-            f"{file.address} must have the checksum {file.checksum}, got a file with another one, which was deleted: "
-            "download it again; if it happens again, the file on the server has changed"
-        ) from error
-
-
-@contextlib.contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Hides what is not a warning. (Logger.setLevel has no lasting effect on pooch's logger, which caches levels.)"""
-
-    def matters(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.WARNING
-
-    logger.addFilter(matters)
-    try:
-        yield
-    finally:
-        logger.removeFilter(matters)
+    path, part, reached, problem = folder / file.name, folder / f"{file.name}.part", -1, ""
+    if path.exists() and _has_checksum(path, file):
+        return path
+    with tqdm(total=file.size, desc=file.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        while (have := part.stat().st_size if part.exists() else 0) < file.size:
+            if have <= reached:  # a further attempt, without a further byte
+                raise ConnectionError(problem)
+            reached, problem = have, _continued(file, part, have, bar)
+    os.replace(part, path)
+    if _has_checksum(path, file):
+        return path
+    path.unlink()
+    raise DamagedError(
+        f"{file.address} must have the checksum {file.checksum}, got a file with another one, which was deleted: "
+        "download it again; if it happens again, the file on the server has changed"
+    )
 
 
-def _get(file: File) -> Callable[[str, str, object], None]:
-    """Returns a downloader for pooch, which continues a download that broke off."""
-
-    def get(_: str, output: str, __: object) -> None:
-        from tqdm.auto import tqdm
-
-        part, reached, problem = Path(output).with_name(f"{file.name}.part"), -1, ""
-        with tqdm(total=file.size, desc=file.name, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-            while (have := part.stat().st_size if part.exists() else 0) < file.size:
-                if have <= reached:  # a further attempt, without a further byte
-                    raise ConnectionError(problem)
-                reached, problem = have, _continued(file, part, have, bar)
-        os.replace(part, output)
-
-    return get
+def _has_checksum(path: Path, file: File) -> bool:
+    kind, _, digits = file.checksum.partition(":")
+    with open(path, "rb") as content:
+        return hashlib.file_digest(content, kind).hexdigest() == digits
 
 
 def _continued(file: File, part: Path, have: int, bar: Any) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
@@ -24,7 +25,7 @@ FILES = {
 NORMALISATION = ((0.03650044,), (0.1602474,))  # of the inverted pixels (FedEve's library simple-FL)
 
 
-def load(request: Request, *, source: str = "auto") -> Samples:
+def load(request: Request, *, source: Literal["auto", "npz", "leaf", "fedjax", "tff"] = "auto") -> Samples:
     """Handwritten characters with their writers: 62 classes in LEAF's order, uint8 [28, 28, 1].
 
     source: the file format.
@@ -45,7 +46,7 @@ def load(request: Request, *, source: str = "auto") -> Samples:
     mean and std are those of FedEve's authors, 0.0365 and 0.1602. (Caldas et al., LEAF, arXiv 1812.01097; images of
     NIST Special Database 19.)
     """
-    path = request.path(". Or use glyphs, which needs no file")
+    path = request.path()
     if path.name in FILES["npz"]:
         x, y, writer = files.read_npz(path, request.dataset.spec("", writers=True)).values()
         return _hold_out(255 - x, y, writer, request.seed)

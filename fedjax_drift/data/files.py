@@ -82,16 +82,6 @@ def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
     return None
 
 
-def find_file(filename: str, places: Iterable[Path], instructions: str) -> Path:
-    """Returns the file in the first folder that has it. Raises FileNotFoundError with the instructions."""
-    places = list(places)
-    path = find([filename], places)
-    if path is None:
-        wanted = " or ".join(str(folder / filename) for folder in places)
-        raise FileNotFoundError(f"{wanted} does not exist: {instructions}")
-    return path
-
-
 def read_npz(path: Path, spec: Spec) -> Arrays:
     """Reads and checks the arrays of an npz file that are named in `spec`. Other arrays are not read.
 

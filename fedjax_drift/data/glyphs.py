@@ -62,7 +62,7 @@ class _Atlas(NamedTuple):
     extent: np.ndarray  # float32 [faces, 62, 2], half width and half height in pixels
 
 
-def load(request: Request, *, num_writers: int = 3400, num_classes: int | None = None) -> Samples:
+def load(request: Request, *, num_writers: Count = 3400, num_classes: Count | None = None) -> Samples:
     """Generated characters in thousands of handwriting styles, a built-in replacement for FEMNIST.
 
     62 classes in the order of LEAF, uint8 [28, 28, 1], 255 = ink, no mean and std. There are `num_writers` >= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from fedjax_drift.data import files, image_files, tfds
 from fedjax_drift.data.federated import Pair
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.sources import Request, Samples, of_classes, pair
+from fedjax_drift.spec import Count, Flag
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 IDX_PARTS = ("train-images-idx3", "train-labels-idx1", "test-images-idx3", "test-labels-idx1")
@@ -75,7 +76,12 @@ def fashion_mnist(request: Request) -> Samples:
     return Samples(*_pairs(request))
 
 
-def emnist(request: Request, *, split: str = "letters", num_classes: int | None = None) -> Samples:
+def emnist(
+    request: Request,
+    *,
+    split: Literal["letters", "byclass", "balanced", "digits"] = "letters",
+    num_classes: Count | None = None,
+) -> Samples:
     """Handwritten characters: uint8 [28, 28, 1], 255 = ink, upright; mean and std of the loaded training pixels.
 
     split: "letters" (26 classes, upper and lower case in one class, 124,800 + 20,800 examples), "byclass" (62 classes,
@@ -106,9 +112,15 @@ def emnist(request: Request, *, split: str = "letters", num_classes: int | None 
 
 def emnist_split(split: str) -> dict[str, Any]:
     """Returns the fields of the record of emnist that depend on the split."""
-    idx = [f"emnist-{split}-{part}-ubyte.gz" for part in IDX_PARTS]
-    files = (f"emnist_{split}.npz", idx[0])
-    return {"name": f"emnist/{split}", "classes": EMNIST[split], "files": files, "parts": {idx[0]: tuple(idx[1:])}}
+    first, *others = (idx_file(split, part) for part in IDX_PARTS)
+    files = (f"emnist_{split}.npz", first)
+    fields = {"name": f"emnist/{split}", "classes": EMNIST[split], "files": files, "parts": {first: tuple(others)}}
+    return fields | {"tfds": split != "letters"}  # there, the letters are incomplete
+
+
+def idx_file(split: str, part: str) -> str:
+    """The name of one of the files of EMNIST."""
+    return f"emnist-{split}-{part}-ubyte.gz"
 
 
 def _mean_and_std(x: np.ndarray) -> tuple[float, float]:
@@ -152,7 +164,7 @@ def cifar100(request: Request) -> Samples:
     return Samples(*_pairs(request, read))
 
 
-def cinic10(request: Request, *, valid: bool = False) -> Samples:
+def cinic10(request: Request, *, valid: Flag = False) -> Samples:
     """The classes of CIFAR-10, from CIFAR-10 and ImageNet: 90,000 + 90,000 uint8 [32, 32, 3]; the authors' mean, std.
 
     valid: if True, the 90,000 validation examples are training examples, too.
@@ -226,20 +238,10 @@ def _from_tfds(request: Request, convert: Callable[[files.Arrays], files.Arrays]
     Raises FileNotFoundError with instructions if there are no data.
     """
     dataset = request.dataset
-    shape = ", ".join(str(length) for length in dataset.shape if length > 1)
-    by_hand = f'write it with numpy.savez("{dataset.files[0]}", x_train=..., y_train=..., x_test=..., y_test=...), '
-    by_hand += f"uint8 [M, {shape}]"
-    if dataset.download:
-        by_hand = f"{dataset.download}, or {by_hand}"
-    if dataset.name not in tfds.HOSTS:
-        raise request.absent(by_hand)
-    if request.data_dir is not None:
-        raise request.absent(f"{by_hand}, or leave data_dir out to use tensorflow-datasets")
+    if not dataset.tfds or request.data_dir is not None:
+        raise request.absent()
     try:
-        return files.cached(
-            f"{dataset.filename}_tfds.npz", dataset.spec(*SPLITS), lambda: convert(tfds.read(dataset.name))
-        )
+        name, spec = f"{dataset.filename}_tfds.npz", dataset.spec(*SPLITS)
+        return files.cached(name, spec, lambda: convert(tfds.read(dataset.name)))
     except FileNotFoundError as error:
-        online = f"on a machine with a network, {dataset.prepare}"
-        fix = f"{by_hand}, or, {online} (tensorflow-datasets has no data on this machine: {error})"
-        raise request.absent(fix) from None  # the message has the reason
+        raise request.absent(f". tensorflow-datasets has no data on this machine, either: {error}") from None

@@ -7,9 +7,9 @@ examples are films that the user never rated. Every example includes the films t
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -19,9 +19,9 @@ from fedjax_drift.data.federated import FederatedData, Pair
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.sources import Request, Samples
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Count
 
 FILENAMES = {"1m": "ml-1m/ratings.dat", "latest-small": "movielens_latest_small.npz"}
-DOWNLOAD = "download MovieLens 1M (ml-1m.zip) from GroupLens' site and unpack it in the data folder"
 AGES = (1, 18, 25, 35, 45, 50, 56)  # ML-1M names an age group by its lowest age
 USER = re.compile(rf"([1-9]\d{{0,3}})::([FM])::({'|'.join(map(str, AGES))})::(1?\d|20)::([^:]+)", re.ASCII)
 RATING = re.compile(r"([1-9]\d{0,3})::([1-9]\d{0,3})::([1-5])::(\d{1,12})", re.ASCII)
@@ -39,7 +39,12 @@ class Ratings(NamedTuple):
 
 
 def load(
-    request: Request, *, size: str = "1m", history: int = 30, negatives: int = 4, test_negatives: int = 99
+    request: Request,
+    *,
+    size: Literal["1m", "latest-small"] = "1m",
+    history: Count = 30,
+    negatives: Count = 4,
+    test_negatives: Count = 99,
 ) -> Samples:
     """MovieLens as click-through prediction: 2 classes, int16 [6 + history], one client per user. For `fd.models.din`.
 
@@ -56,7 +61,7 @@ def load(
         that of FedEve.)
     """
     read = _read_1m if size == "1m" else _read_latest_small
-    return leave_latest_out(read(request.folders), history, negatives, test_negatives, request.seed)
+    return leave_latest_out(read(request.path()), history, negatives, test_negatives, request.seed)
 
 
 def leave_latest_out(ratings: Ratings, history: int, negatives: int, test_negatives: int, seed: int) -> Samples:
@@ -150,9 +155,8 @@ def _unrated(user: np.ndarray, item: np.ndarray) -> tuple[Callable[[np.ndarray, 
     return pick, films - counts
 
 
-def _read_1m(places: Sequence[Path]) -> Ratings:
-    path = files.find_file(FILENAMES["1m"], places, f"{DOWNLOAD}, or pass size='latest-small'")
-    users = files.find_file("ml-1m/users.dat", [path.parent.parent], "it comes with ratings.dat")
+def _read_1m(path: Path) -> Ratings:
+    users = path.with_name("users.dat")
     wanted = "user::gender::age::occupation::zip as in ML-1M"
     people = [match.groups() for match in files.parsed_lines(users, USER.fullmatch, wanted, "latin-1")]
     ids, genders, ages, occupations, zips = zip(*sorted(people, key=lambda person: int(person[0])), strict=True)
@@ -184,12 +188,7 @@ def _read_1m(places: Sequence[Path]) -> Ratings:
     return Ratings(user, rated[:, 1], rated[:, 3], profile, path)
 
 
-def _read_latest_small(places: Sequence[Path]) -> Ratings:
-    instructions = (
-        "write it from ratings.csv of MovieLens ml-latest-small (GroupLens' site) with numpy.savez, arrays user_id, "
-        "movie_id and timestamp [R], or pass size='1m'"
-    )
-    path = files.find_file(FILENAMES["latest-small"], places, instructions)
+def _read_latest_small(path: Path) -> Ratings:
     spec = {"user_id": Column(lowest=1), "movie_id": Column(lowest=1), "timestamp": Column(lowest=0)}
     ids, movies, time = files.read_npz(path, spec).values()
     known, user = np.unique(ids, return_inverse=True)

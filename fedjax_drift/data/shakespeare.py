@@ -11,6 +11,7 @@ from fedjax_drift.data import files, tff_files
 from fedjax_drift.data.files import Column
 from fedjax_drift.data.sources import Request, Samples
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.spec import Count
 
 FILES = ("shakespeare.sqlite", "shakespeare.sqlite.lzma")
 START, END, FIRST = 1, 2, 3  # ids; 0 is padding
@@ -22,7 +23,7 @@ IDS = np.full(256, UNKNOWN, np.int32)
 IDS[list(CHARACTERS)] = FIRST + np.arange(len(CHARACTERS))
 
 
-def load(request: Request, *, length: int = 80) -> Samples:
+def load(request: Request, *, length: Count = 80) -> Samples:
     """The lines of 715 roles of Shakespeare's plays, for language models: 90 character ids, int32 [length].
 
     The labels are the characters that follow each of them, int32 [length]. A role has several passages, 16,068 for

@@ -1,6 +1,6 @@
 """The data sets by name: the record of one, what its loader gets, and what its loader returns.
 
-The records themselves are in datasets.py.
+The records themselves are in catalogue.py.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ class DataSet:
     """The facts about one data set."""
 
     name: str
-    """The name of the data set, and of the same data set in tensorflow-datasets."""
+    """The name of the data set, also in tensorflow-datasets."""
     read: Callable[..., Samples]
-    """``read(request, *, options of the data set)``, the loader. Its docstring documents the data set."""
+    """``read(request, *, options of the data set)``, the loader. Its docstring documents the data set. Its annotations
+    declare what the options may be."""
     classes: int
     """The number of classes."""
     files: tuple[str, ...] = ()
@@ -54,24 +55,24 @@ class DataSet:
     """The shape of an image. () if the examples are no images."""
     normalisation: Normalisation | None = None
     """None if it is unknown."""
+    model: str = ""
+    """The model that the command line trains by default."""
+    how: str = ""
+    """How to get the files by hand. "" for archives that are only unpacked."""
     standardize: bool = True
     """Whether images with a mean and a standard deviation are standardised by default."""
     by_writer: bool = False
     """Whether the default partition is one client per writer, user or speaker."""
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name of a file or folder -> what must exist with it, relative to the folder that has it."""
-    download: str = ""
-    """How to get the files. "" if only an npz or tensorflow-datasets has the data."""
-    lowest: Mapping[str, int] = field(default_factory=dict)
-    """Option that is an integer -> its lower bound."""
-    spreads: tuple[str, ...] = ()
-    """Options that are standard deviations."""
     selector: str = ""
-    """The option that selects one of `variants`. The options that are not named here are True or False."""
+    """The option that selects one of `variants`."""
     variants: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Value of the selector -> the fields of this record that differ."""
     downloads: Download | None = None
     """What can be downloaded. It may give the files of some variants only."""
+    tfds: bool = False
+    """Whether it is also read from tensorflow-datasets."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -122,12 +123,11 @@ class DataSet:
         return self.name.replace("/", "_")
 
     @property
-    def prepare(self) -> str:
-        """The command that downloads the data set with tensorflow-datasets."""
-        name, _, split = self.name.partition("/")
-        option = f", split='{split}'" if split else ""
-        load = f"import fedjax_drift as fd; fd.datasets.load('{name}'{option})"
-        return f'pip install tensorflow-datasets tensorflow && python -c "{load}"'
+    def by_hand(self) -> str:
+        """How to get the files without `load(download=True)`."""
+        if self.how or self.downloads is None:
+            return self.how
+        return f"download {', '.join(file.address for file in self.downloads.files)} and unpack it there"
 
 
 class Request(NamedTuple):
@@ -145,15 +145,16 @@ class Request(NamedTuple):
     def folders(self) -> list[Path]:
         return files.folders(self.data_dir)
 
-    def path(self, alternative: str = "") -> Path:
+    def path(self) -> Path:
         """Returns the first of the files that exists. Raises FileNotFoundError, with instructions, if none does."""
         path = self.dataset.find(self.data_dir)
         if path is None:
-            raise self.absent(self.dataset.download + alternative)
+            raise self.absent()
         return path
 
-    def absent(self, fix: str) -> FileNotFoundError:
-        """Returns the error for a data set of which no file exists."""
+    def absent(self, why: str = "") -> FileNotFoundError:
+        """Returns the error for a data set of which no file exists. why: not from another source, either."""
+        fix = self.dataset.by_hand + why
         names, places = " or ".join(self.dataset.files), " or ".join(map(str, self.folders))
         if self.dataset.online:
             fix = f"pass download=True, or run `fedjax-drift data download {self.dataset.base}`, or {fix}"

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
 import numpy as np
 
+from fedjax_drift import spec
 from fedjax_drift.data.sources import Request, Samples
+from fedjax_drift.spec import AmountOrZero, Count, Flag
 
 VARIANTS = {"feddyn": (30, 20), "fedprox": (60, 30)}  # dimension, default number of clients
 
@@ -12,13 +16,13 @@ VARIANTS = {"feddyn": (30, 20), "fedprox": (60, 30)}  # dimension, default numbe
 def load(
     request: Request,
     *,
-    alpha: float = 0.0,
-    beta: float = 0.0,
-    num_clients: int | None = None,
-    num_rows: int | None = None,
-    variant: str = "feddyn",
-    iid_sol: bool | None = None,
-    iid_data: bool | None = None,
+    alpha: AmountOrZero = 0.0,
+    beta: AmountOrZero = 0.0,
+    num_clients: Count | None = None,
+    num_rows: Annotated[int, spec.integer(2)] | None = None,
+    variant: Literal["feddyn", "fedprox"] = "feddyn",
+    iid_sol: Flag | None = None,
+    iid_data: Flag | None = None,
 ) -> Samples:
     """Synthetic linear classification. See `datasets.synthetic`."""
     (d, default_clients), classes = VARIANTS[variant], request.dataset.classes

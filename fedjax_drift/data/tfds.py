@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import socket
-import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -13,56 +10,40 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.data import files
 
-# The hosts from which tensorflow-datasets downloads. A connection is tested first, because tensorflow-datasets needs
-# minutes to fail without one.
-HOSTS = {
-    "mnist": ("storage.googleapis.com", 443),
-    "fashion_mnist": ("fashion-mnist.s3-website.eu-central-1.amazonaws.com", 80),
-    "emnist/byclass": ("biometrics.nist.gov", 443),
-    "emnist/balanced": ("biometrics.nist.gov", 443),
-    "emnist/digits": ("biometrics.nist.gov", 443),
-    "cifar10": ("www.cs.toronto.edu", 443),
-    "cifar100": ("www.cs.toronto.edu", 443),
-}
-
 
 def default_dir() -> Path:
     """The folder of tensorflow-datasets: $TFDS_DATA_DIR, or ~/tensorflow_datasets."""
     return checks.path("$TFDS_DATA_DIR", os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets")
 
 
+def is_prepared(name: str) -> bool:
+    """Whether the folder has the data set. No file is opened."""
+    return any((default_dir() / name).glob("*/dataset_info.json"))
+
+
 def read(name: str) -> files.Arrays:
     """Reads x_train uint8 [M, ...], y_train [M], x_test and y_test of an image data set of tensorflow-datasets.
 
-    Prepared array_record data are read without TensorFlow. Other data are
-    downloaded and prepared if TensorFlow is installed (tensorflow-datasets 4.9.10 needs it once, to encode the images).
-    The examples have the shuffled order of tensorflow-datasets. Raises FileNotFoundError, without waiting for the
-    network, if there are no data and they can't be prepared. Raises ValueError for data that only TensorFlow can read.
+    TensorFlow is not needed. The data must be prepared, in the format array_record. The examples have the shuffled
+    order of tensorflow-datasets. Raises FileNotFoundError if there are no data, and ValueError for data that only
+    TensorFlow can read.
     """
     directory = default_dir()
+    if not is_prepared(name):
+        raise FileNotFoundError(f"{directory / name} is not prepared")
     try:
         import tensorflow_datasets  # type: ignore[import-untyped]
     except ImportError as error:
         raise FileNotFoundError(
             f"tensorflow-datasets can't be imported ({error}): pip install tensorflow-datasets importlib_resources"
         ) from error
-    can_prepare = importlib.util.find_spec("tensorflow") is not None
-    unprepared = FileNotFoundError(
-        f"{directory / name} is not prepared, and TensorFlow is needed once to prepare it: "
-        "pip install tensorflow-datasets tensorflow"
-    )
-    if not can_prepare and not any((directory / name).glob("*/dataset_info.json")):
-        raise unprepared  # the builder would also log a warning
     # try_gcs=False: do not query Google Cloud Storage, which waits for the network.
     with files.plain_errors(directory / name):
         for path in (directory / name).rglob("*"):
             files.must_not_wait(path)
         builder = tensorflow_datasets.builder(name, data_dir=directory, try_gcs=False)
     if not builder.is_prepared():
-        if not can_prepare:
-            raise unprepared
-        _require_connection(name)
-        builder.download_and_prepare(file_format="array_record")
+        raise FileNotFoundError(f"{builder.data_path} is not prepared")
     if builder.info.file_format != tensorflow_datasets.core.FileFormat.ARRAY_RECORD:
         got = f"{builder.info.file_format.value}, which only TensorFlow reads"
         fix = "move this folder, or set TFDS_DATA_DIR to another folder, and load again"
@@ -77,12 +58,3 @@ def read(name: str) -> files.Arrays:
                 x[i], y[i] = row["image"], row["label"]
             arrays |= {f"x_{split}": x, f"y_{split}": y}
     return arrays
-
-
-def _require_connection(name: str) -> None:
-    if name not in HOSTS or urllib.request.getproxies():
-        return
-    try:
-        socket.create_connection(HOSTS[name], timeout=5).close()
-    except OSError as error:
-        raise FileNotFoundError(f"it can't be downloaded: no connection to {HOSTS[name][0]} ({error})") from error

@@ -41,7 +41,6 @@ from fedjax_drift.spec import checked
 
 SQLITE, XZ, LZMA = b"SQLite format 3\0", b"\xfd7zXZ\0", b"]\0\0"
 STEP = 2**20  # bytes that are unpacked at once
-UNPACKED = 2**35  # limit in bytes of an unpacked database; that of CelebA has about 2**34
 DICTIONARY = 2**28  # limit in bytes of the memory that lzma needs; the highest preset needs a quarter
 OTHER_FILE = "check that it is one of TFF's files"
 MAKE_ROOM = "make room, or set FEDJAX_DRIFT_CACHE to another folder"
@@ -288,33 +287,21 @@ def _unpacked(file: BinaryIO) -> Iterator[Path]:
 
 def _parts(file: BinaryIO, folder: Path) -> Iterator[bytes]:
     """Yields the parts of the unpacked database. It never takes more space than there is."""
-    unpacker, size, wanted, free = lzma.LZMADecompressor(memlimit=DICTIONARY), 0, None, 0
-    while not unpacker.eof and (wanted is None or size <= wanted):
+    unpacker, size = lzma.LZMADecompressor(memlimit=DICTIONARY), 0
+    allowed = max(files.ROOM, files.RATIO * os.fstat(file.fileno()).st_size)
+    limit = min(allowed, shutil.disk_usage(folder).free)
+    while not unpacker.eof:
         packed = file.read(STEP) if unpacker.needs_input else b""
         if unpacker.needs_input and not packed:
             checks.refuse("it must be complete", f"{size} unpacked bytes and no end", "download it again")
         part = unpacker.decompress(packed, STEP)
-        if not size and part:
-            wanted, free = _size_in_header(part), min(UNPACKED, shutil.disk_usage(folder).free)
         size += len(part)
-        if (least := size if wanted is None else wanted) > free:
-            what = f"it must unpack to at most {free} bytes, the free space in {folder}"
-            checks.refuse(what, f"at least {least}", MAKE_ROOM)
+        if size > limit:
+            fix = MAKE_ROOM if limit < allowed else "download it again"
+            checks.refuse(f"it must unpack to at most {limit} bytes in {folder}", "more", fix)
         yield part
-    if wanted not in (None, size):
-        got = "more" if size > (wanted or 0) else size
-        checks.refuse(f"it must unpack to {wanted} bytes, as its header says", got, "download it again")
     if unpacker.unused_data or file.read(1):
         checks.refuse(f"it must end after {size} unpacked bytes", "more", "download it again")
-
-
-def _size_in_header(start: bytes) -> int | None:
-    """Returns the size of a database in bytes, according to its header of 100 bytes. None if the header has none."""
-    if not start.startswith(SQLITE) or len(start) < 100:
-        checks.refuse("it must unpack to an SQLite database", "another file", "download it again")
-    page, pages = int.from_bytes(start[16:18], "big"), int.from_bytes(start[28:32], "big")
-    is_valid = pages and start[24:28] == start[92:96]  # SQLite before 3.7 did not write the number of pages
-    return (65536 if page == 1 else page) * pages if is_valid else None
 
 
 # ---------------------------------------------------------------- HDF5
