@@ -33,7 +33,6 @@ __all__ = ["NAMES", "describe", "dialogue_entropy", "download", "load", "locate"
 __all__ += data.__all__
 __dir__ = __all__.copy
 
-
 NAMES = tuple(RECORDS)
 DATASETS = {name: record.read for name, record in RECORDS.items()}
 
@@ -85,7 +84,14 @@ def load(
         _downloaded(name, data_dir, options)
 
     writers = isinstance(partition, Partition) and partition.base == by_writer()
-    samples = DATASETS[name](Request(record.variant(options), data_dir, seed, writers), **options)
+    request = Request(record.variant(options), data_dir, seed, writers)
+    try:
+        samples = DATASETS[name](request, **options)
+    except FileNotFoundError as error:
+        if (path := request.dataset.find(data_dir)) is None:
+            raise  # the message of `Request.absent`
+        what = f"{request.dataset.name} is read from {path}, but a part of it is missing"
+        raise FileNotFoundError(f"{what} ({error}): copy or unpack it again") from error
     partitioner = partition or (by_writer() if record.by_writer else iid(100, seed))
     normalisation = samples.normalisation or record.normalisation if standardize else None
     return _partitioned(name, samples, partitioner, normalisation)

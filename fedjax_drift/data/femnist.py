@@ -50,10 +50,7 @@ def load(request: Request, *, source: Literal["auto", "npz", "leaf", "fedjax", "
     if path.name in FILES["npz"]:
         x, y, writer = files.read_npz(path, request.dataset.spec("", writers=True)).values()
         return _hold_out(255 - x, y, writer, request.seed)
-    try:
-        a = _read(path, request.dataset)
-    except FileNotFoundError as error:
-        raise request.incomplete(path, error) from error
+    a = _read(path, request.dataset)
     if "x_test" not in a:
         return _hold_out(a["x"], a["y"], a["writer"], request.seed)
     test_writer = a["writer_test"] if np.isin(a["writer_test"], a["writer"]).all() else None

@@ -193,12 +193,8 @@ def tiny_imagenet(request: Request) -> Samples:
     test images have no labels. The images are decoded on the first use (half a minute) and kept in the cache. (Le and
     Yang, "Tiny ImageNet Visual Recognition Challenge", 2015.)
     """
-    root = request.path()
-    try:
-        train, valid = image_files.list_tiny_imagenet(root)
-        return Samples(_decoded("tiny_imagenet_train", train, 64), _decoded("tiny_imagenet_val", valid, 64))
-    except FileNotFoundError as error:
-        raise request.incomplete(root, error) from error
+    train, valid = image_files.list_tiny_imagenet(request.path())
+    return Samples(_decoded("tiny_imagenet_train", train, 64), _decoded("tiny_imagenet_val", valid, 64))
 
 
 def _decoded(name: str, listing: image_files.Listing, side: int) -> Pair:
@@ -225,10 +221,7 @@ def _pairs(
     elif path.name == f"{dataset.filename}.npz":
         a = files.read_npz(path, dataset.spec(*SPLITS))
     else:
-        try:
-            a = files.check((readers or {})[path.name](path), dataset.spec(*SPLITS), path)
-        except FileNotFoundError as error:
-            raise request.incomplete(path, error) from error
+        a = files.check((readers or {})[path.name](path), dataset.spec(*SPLITS), path)
     return pair(a["x_train"], a["y_train"]), pair(a["x_test"], a["y_test"])
 
 

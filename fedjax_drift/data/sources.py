@@ -165,12 +165,6 @@ class Request(NamedTuple):
             f"{self.dataset.name} is read from {names} in {places}, which does not exist: {advice}. To get it, {fix}"
         )
 
-    def incomplete(self, path: Path, error: FileNotFoundError) -> FileNotFoundError:
-        """Returns the error for a data set of several files of which one is missing."""
-        return FileNotFoundError(
-            f"{self.dataset.name} is read from {path}, but a part of it is missing ({error}): copy or unpack it again"
-        )
-
 
 def of_classes(samples: Pair, used: np.ndarray, part: str, num_classes: int) -> Pair:
     """Returns the examples for which ``used`` is True. Raises ConfigurationError if there are none."""
