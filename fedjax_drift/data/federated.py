@@ -226,8 +226,7 @@ class FederatedData:
         """Returns data whose examples and labels are all zero, and which take no memory: for `fd.plan`.
 
         Args:
-          num_clients: N, >= 1.
-          rows_per_client: number of training examples of every client, >= 1.
+          num_clients, rows_per_client: N and the number of training examples of every client, each >= 1.
           shape: the shape of one example, such as (28, 28, 1).
           dtype: of the examples. Default: uint8, for images.
           label_shape: the shape of the label of one example. Default: (), a class. For next-token prediction, pass
