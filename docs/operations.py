@@ -7,6 +7,7 @@ import pkgutil
 from pathlib import Path
 
 from fedjax_drift.pytorch import operations
+from fedjax_drift.pytorch.operations.decomposed import DECOMPOSED
 
 PAGE = Path(__file__).parent / "models.md"
 START, END = "<!-- operations: start, written by docs/operations.py -->\n", "<!-- operations: end -->"
@@ -14,10 +15,12 @@ START, END = "<!-- operations: start, written by docs/operations.py -->\n", "<!-
 
 def rows() -> dict[str, list[str]]:
     """The names of the operations, by what the docstring of their file says."""
-    covered, found = {name for table in operations.TABLES for name in table}, {}
+    covered, found = {name for table in (*operations.TABLES, DECOMPOSED) for name in table}, {}
     for each in pkgutil.iter_modules(operations.__path__):
         module = importlib.import_module(f"{operations.__name__}.{each.name}")
-        tables = [value for name, value in vars(module).items() if name.isupper() and isinstance(value, dict)]
+        tables = [
+            value for name, value in vars(module).items() if name.isupper() and isinstance(value, dict | frozenset)
+        ]
         if names := covered & {name for table in tables for name in table if isinstance(name, str)}:
             found[(module.__doc__ or each.name).partition("\n")[0].rstrip(".")] = sorted(names)
     if missing := covered - {name for names in found.values() for name in names}:

@@ -120,104 +120,11 @@ def assigned(x: Any) -> Any:
 
 FUNCTIONS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     # name -> (function, layer before it, shape of an example as the module gets it)
-    "activations": (
-        lambda x: torch.stack(
-            [
-                *[f(x) for f in (F.relu, F.gelu, F.silu, F.elu, F.celu, F.selu, F.mish, F.softplus, F.hardswish)],
-                *[f(x) for f in (F.hardsigmoid, F.hardtanh, F.relu6, F.leaky_relu, F.logsigmoid, torch.tanh)],
-                *[F.gelu(x, approximate="tanh"), F.threshold(x, 0.1, 2.0), F.softsign(x), F.tanhshrink(x)],
-            ],
-            1,
-        ),
-        None,
-        (3, 4),
-    ),
-    "numbers": (
-        lambda x: torch.stack(
-            [
-                *[f(x) for f in (torch.abs, torch.exp, torch.sin, torch.cos, torch.erf, torch.expm1, torch.square)],
-                *[x**2, x**2.0, 2 - x, x / 3, 3 / (x.abs() + 1), torch.rsqrt(x.abs() + 1), torch.sqrt(x.abs() + 1)],
-                *[x.clamp(-0.5, 0.5), x.clamp(min=0), torch.maximum(x, -x), torch.minimum(x, x**2), x.sign() * x],
-                *[torch.div(x, 0.3, rounding_mode="floor"), torch.lerp(x, x**2, 0.3), torch.log1p(x.abs()), -x],
-                *[torch.where(x > 0, x, 2 * x), x.masked_fill(x < 0, -3.0), torch.add(x, x, alpha=2), x % 0.7],
-                *[(x > 0).float() * x, torch.full_like(x, 2.0) * x, torch.logical_and(x > 0, x < 1).float() + x],
-            ],
-            1,
-        ),
-        None,
-        (3, 4),
-    ),
-    "shapes": (
-        lambda x: torch.cat(
-            [
-                *[x.permute(0, 2, 1).flatten(1), x.transpose(1, 2).reshape(x.shape[0], -1), x.flip(1).flatten(1)],
-                *[
-                    x.roll(1, 2).flatten(1),
-                    x.unsqueeze(1).expand(-1, 2, -1, -1).flatten(1),
-                    x.repeat(1, 2, 1).flatten(1),
-                ],
-                *[part.flatten(1) for part in x.chunk(2, 2)],
-                *[part for part in x.unbind(1)],
-                *[part.flatten(1) for part in x.split([1, 2], 1)],
-                x[:, :, ::2].flatten(1),
-                x[:, -1],
-                x[..., [0, 2]].flatten(1),
-                *[x.gather(2, x.argsort(2)).flatten(1), x.index_select(1, torch.tensor([2, 0])).flatten(1)],
-                *[F.pad(x, (1, 2)).flatten(1), F.pad(x, (1, 1), mode="reflect").flatten(1), x.tril().flatten(1)],
-                *[
-                    x.unfold(2, 2, 1).flatten(1),
-                    x.unflatten(2, (2, 2)).flatten(1),
-                    x.repeat_interleave(2, 1).flatten(1),
-                ],
-                *[torch.stack([x, -x], 1)[:, :1].squeeze(1).flatten(1), x.narrow(1, 0, 2).flatten(1)],
-            ],
-            1,
-        ),
-        None,
-        (3, 4),
-    ),
-    "reductions": (
-        lambda x: torch.cat(
-            [
-                *[x.sum(1), x.mean(2), x.amax(1), x.amin((1, 2))[:, None], x.max(1).values, x.min(2)[0], x.prod(2)],
-                *[
-                    x.var(1),
-                    x.std(2),
-                    x.var(1, unbiased=False),
-                    x.norm(dim=1),
-                    x.logsumexp(1),
-                    x.cumsum(1).flatten(1),
-                    x.diff(dim=1).flatten(1),
-                ],
-                *[x.softmax(2).flatten(1), x.log_softmax(1).flatten(1), x.topk(2, 2).values.flatten(1)],
-                *[x.sort(2, descending=True).values.flatten(1), x.argmax(1).float(), F.normalize(x, dim=2).flatten(1)],
-                *[
-                    x.norm(1, dim=1),
-                    (x > 0).any(1).float(),
-                    (x > 0).all(2).float(),
-                    F.one_hot(x.argmax(2), 4).flatten(1),
-                ],
-            ],
-            1,
-        ),
-        None,
-        (3, 4),
-    ),
-    "products": (
-        lambda x: torch.cat(
-            [
-                *[torch.bmm(x, x.transpose(1, 2)).flatten(1), torch.einsum("bij,bkj->bik", x, x).flatten(1)],
-                *[(x @ torch.arange(4.0)), torch.baddbmm(x[:, :, :3], x, x.transpose(1, 2)).flatten(1)],
-                *[F.cosine_similarity(x, x.flip(1), 2), torch.addmm(x[:, 0], x[:, 1], torch.eye(4))],
-            ],
-            1,
-        ),
-        None,
-        (3, 4),
-    ),
     "assignments": (assigned, None, (3, 4)),
     "constants": (
-        lambda x: x + torch.arange(4) + torch.linspace(0, 1, 4) + torch.ones(3, 1) + x.new_zeros(4),
+        lambda x: (
+            x + torch.arange(4) + torch.linspace(0, 1, 4) + torch.ones(3, 1) + x.new_zeros(4) + torch.hamming_window(4)
+        ),
         None,
         (3, 4),
     ),

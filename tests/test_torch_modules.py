@@ -35,14 +35,14 @@ def cumsum(x: Any, dim: int, dtype: Any = None) -> Any:
     return jnp.cumsum(x, 0)  # along the batch
 
 
-def threshold(x: Any, least: float, value: float) -> Any:
-    return jnp.where(x > least, x, 0)  # value is dropped
+def leaky_relu(x: Any, slope: float = 0.01) -> Any:
+    return jnp.where(x > 0, x, 0.01 * x)  # slope is dropped
 
 
 PLANTED = {
     "softplus": (softplus, operations.ELEMENTWISE, "Softplus(beta=3, threshold=1"),
     "cumsum": (cumsum, operations.ARRAYS, "cumsum"),
-    "threshold": (threshold, operations.ELEMENTWISE, "value=2.0"),
+    "leaky_relu": (leaky_relu, operations.ELEMENTWISE, "negative_slope=0.3"),
 }
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.pytorch import export, reading, run
 from fedjax_drift.pytorch.operations import (
     creation,
     elementwise,
@@ -31,6 +32,7 @@ from fedjax_drift.pytorch.operations import (
     shapes,
     spectral,
 )
+from fedjax_drift.pytorch.operations.mode import Mode
 from fedjax_drift.pytorch.reading import of_version, plain_values
 
 TABLE: dict[str, Callable[..., Any]] = {
@@ -39,11 +41,17 @@ TABLE: dict[str, Callable[..., Any]] = {
     **shapes.ARRAYS,
     **parts.ARRAYS,
     **reductions.ARRAYS,
-    **{name: each for name, each in products.ARRAYS.items() if name != "embedding"},
+    **products.ARRAYS,
     **spectral.ARRAYS,
     **losses.ARRAYS,
 }
 SHAPES: list[tuple[int, ...]] = [(), (1,), (4,), (2, 3), (3, 1), (2, 1, 3)]
+# The entries of these are those of the operations that have them in their decomposition. The last are never in a graph.
+INSIDE = {*"nll_loss nll_loss2d nll_loss_forward nll_loss2d_forward _pad_circular _weight_norm_interface".split()}
+INSIDE |= {"_pad_enum", "empty_permuted", "tensordot", *("_fft_c2c", "_fft_c2r", "_fft_r2c")}
+INSIDE |= {f"{name}.correction" for name in ("std", "std_mean", "var", "var_mean")}
+INSIDE |= {*"broadcast_to chunk contiguous expand_as flatten lift_fresh_copy meshgrid movedim narrow numel".split()}
+INSIDE |= {*"reshape reshape_as to unflatten unsafe_chunk view_as".split()}
 INF, NAN = math.inf, math.nan
 TOLERANCE = {"float32": 3e-5, "float64": 1e-9}
 Call = tuple[tuple[Any, ...], dict[str, Any]]
@@ -291,10 +299,6 @@ def edges(d: Draw) -> torch.Tensor:
     return d.floats(5).sort().values
 
 
-def window(d: Draw) -> Call:
-    return call(d.pick(1, 2, 5, 8), *([d.often()] if d.often() else []))
-
-
 def images(d: Draw) -> tuple[torch.Tensor, list[list[int]]]:
     return d.floats(*d.pick((2, 2), (2,)), 6, 5), [d.pick([2, 2], [3, 1]), d.pick([1, 1], [1, 2]), [1, 0], [2, 1]]
 
@@ -328,6 +332,17 @@ def transforms(complex_: bool = False, many: bool = False) -> Entry:
         if many:
             return call(x, d.pick(None, [4, 3]), [-2, -1], norm)
         return call(x, d.pick(None, 3, 6), d.dim(x), norm)
+
+    return drawn
+
+
+def cell(gates: int, states: int) -> Entry:
+    def drawn(d: Draw) -> Call:
+        given = [d.floats(2, 3) for _ in range(states)]
+        biases = d.pick((), (d.floats(3 * gates), d.floats(3 * gates)))
+        return call(
+            d.floats(2, 4), given if states > 1 else given[0], d.floats(3 * gates, 4), d.floats(3 * gates, 3), *biases
+        )
 
     return drawn
 
@@ -383,7 +398,7 @@ ENTRIES: dict[str, Entry] = {
     **dict.fromkeys(
         """abs asinh atan cos deg2rad erf erfc exp exp2 expm1 isfinite isinf isnan isneginf isposinf
         logical_not rad2deg reciprocal sgn sigmoid sign signbit sin sinc sinh square tan tanh
-        special_expit alias clone contiguous detach detach_copy lift_fresh_copy ceil fix floor trunc neg
+        special_expit alias clone detach detach_copy ceil fix floor trunc neg
         zero log log10 log1p log2 sqrt rsqrt relu nan_to_num cosh""".split(),
         unary(),
     ),
@@ -434,13 +449,7 @@ ENTRIES: dict[str, Entry] = {
         "addcmul": lambda d: ((d.floats(2, 3), d.floats(3), d.floats(2, 1)), d.options(value=[2, 0.5])),
         "addcdiv": lambda d: ((d.floats(2, 3), d.floats(3), d.floats(2, 1) + 9), d.options(value=[2, 0.5])),
         "polygamma": of(lambda d: (d.pick(1, 2), d.floats(3, low=0.5))),
-        **dict.fromkeys(
-            ["to"],
-            of(lambda d: (d.any(2, 3), d.pick(torch.float32, torch.int64, torch.bool, torch.uint8, torch.int32))),
-        ),
         "_to_copy": lambda d: ((d.any(2, 3),), d.options(dtype=[torch.float32, torch.int64, torch.bool])),
-        "to.device": of(lambda d: (d.any(2, 3), torch.device("cpu"), d.pick(torch.float32, torch.int64))),
-        "to.other": of(lambda d: (d.any(2, 3), d.any(1))),
         "type_as": of(lambda d: (d.any(2, 3), d.any(1))),
         "full_like": alike(2),
         **dict.fromkeys(["ones_like", "zeros_like"], alike()),
@@ -458,25 +467,17 @@ ENTRIES: dict[str, Entry] = {
         d.options(dtype=[torch.float32]),
     ),
     "linspace": lambda d: ((d.pick(0, -1.5), 3, d.pick(1, 4)), d.options(dtype=[torch.float32, torch.int64])),
-    "logspace": lambda d: ((0, 2, d.pick(1, 4)), {}),
     "eye": lambda d: ((3, *d.pick((), (2,))), d.options(dtype=[torch.int64, torch.bool])),
     "one_hot": of(lambda d: (d.whole(*d.shape(), low=0, high=4), 5)),
     "scalar_tensor": lambda d: ((d.pick(2, 1.5, True),), d.options(dtype=[torch.int64])),
-    **dict.fromkeys("hann_window hamming_window blackman_window".split(), window),
-    **dict.fromkeys(["tril_indices", "triu_indices"], of(lambda d: (d.pick(2, 3), 3, d.pick(-1, 0, 1)))),
     # shapes
-    **dict.fromkeys(["view", "reshape", "_unsafe_view"], of(lambda d: (d.any(2, 6), d.pick([3, 4], [-1], [2, -1, 2])))),
-    **dict.fromkeys(["view_as", "reshape_as"], of(lambda d: (d.any(2, 6), d.any(3, 4)))),
-    "flatten": of(lambda d: d.pick((d.any(2, 3, 2), d.pick(0, 1, -2), -1), (d.any(),), (d.any(2, 0, 3), 1))),
-    "unflatten": of(lambda d: (d.any(2, 6), -1, d.pick([2, -1], [3, 2]))),
-    **dict.fromkeys(["transpose", "movedim"], of(lambda d: (x := d.any(*d.shape(1)), d.dim(x), d.dim(x)))),
+    **dict.fromkeys(["view", "_unsafe_view"], of(lambda d: (d.any(2, 6), d.pick([3, 4], [-1], [2, -1, 2])))),
+    "transpose": of(lambda d: (x := d.any(*d.shape(1)), d.dim(x), d.dim(x))),
     "t": of(lambda d: (d.any(*d.pick((), (3,), (2, 3))),)),
     "permute": of(lambda d: (d.any(2, 1, 3), d.pick([2, 0, 1], [-1, 0, 1]))),
     "squeeze": lambda d: (lambda x: call(x, *d.pick((), (d.dim(x),), (d.dims(x),))))(d.any(*d.shape())),
     "unsqueeze": of(lambda d: (x := d.any(*d.shape()), d.pick(0, -1, x.ndim))),
     "expand": of(lambda d: (d.any(3, 1), d.pick([3, 2], [-1, 4], [2, -1, 5]))),
-    "broadcast_to": of(lambda d: (d.any(3, 1), d.pick([3, 2], [2, 3, 5]))),
-    "expand_as": of(lambda d: (d.any(3, 1), d.any(2, 3, 4))),
     **dict.fromkeys(["repeat", "tile"], of(lambda d: (d.any(2, 3), d.pick([2, 1], [1, 2, 3], [0, 1])))),
     "repeat_interleave": lambda d: d.pick(
         call(d.any(2, 3), 2, d.pick(None, 0, -1)), call(d.any(2, 3), torch.tensor([1, 0, 2]), 1, output_size=3)
@@ -487,9 +488,7 @@ ENTRIES: dict[str, Entry] = {
     "split": of(lambda d: (d.any(5, 4), d.pick(1, 2, 3, 7), d.pick(0, 1, -1))),
     "unsafe_split": of(lambda d: (d.any(5, 4), d.pick(1, 2, 3, 7), d.pick(0, 1, -1))),
     "split_with_sizes": of(lambda d: (d.any(5, 4), d.pick([1, 4], [2, 0, 3]), 0)),
-    **dict.fromkeys(["chunk", "unsafe_chunk"], of(lambda d: (d.any(5, 4), d.pick(1, 2, 4, 7), d.pick(0, -1)))),
     "unbind": one_axis(least=1),
-    "meshgrid": lambda d: (([d.any(2), d.any(*d.pick((), (3,)))],), d.options(indexing=["ij", "xy"])),
     "broadcast_tensors": of(lambda d: ([d.any(2, 3), d.any(3), d.any()],)),
     "constant_pad_nd": lambda d: (lambda c: call(*c[0], *([d.number()] if d.often() else [])))(
         padding(d.pick(1, 2))(d)
@@ -529,13 +528,12 @@ ENTRIES: dict[str, Entry] = {
     "channel_shuffle": of(lambda d: (d.floats(2, 6, *d.pick((2,), (2, 2))), 3)),
     "im2col": lambda d: (lambda x, how: call(x, *how))(*images(d)),
     "col2im": folded,
-    "numel": of(lambda d: (d.any(*d.shape()),)),
+    "affine_grid_generator": of(lambda d: (d.floats(2, 2, 3), [2, 3, 4, d.pick(1, 5)], d.often())),
     # parts
     "slice": of(
         lambda d: (d.any(5, 4), d.pick(0, 1, -1), d.pick(None, 1, -2, 9), d.pick(None, 3, -1, 2**63 - 1), d.pick(1, 2))
     ),
     "select": of(lambda d: (d.any(3, 4), d.pick(0, -1), d.pick(0, -1, 2))),
-    "narrow": of(lambda d: (d.any(3, 4), d.pick(0, -1), d.pick(0, -1, 1), 1)),
     "slice_scatter": of(lambda d: (d.any(5, 4), d.any(2, 4), 0, d.pick(1, -4), d.pick(3, -2))),
     "select_scatter": of(lambda d: (d.any(3, 4), d.any(3), -1, d.pick(1, -1))),
     "diagonal_scatter": lambda d: (lambda x, o: call(x, d.floats(*x.diagonal(o).shape), o))(
@@ -676,13 +674,16 @@ ENTRIES: dict[str, Entry] = {
         call(d.floats(3), 3),
     ),
     "linalg_vecdot": lambda d: (vectors(d)[0], {}),
+    # cells
+    "gru_cell": cell(3, 1),
+    "lstm_cell": cell(4, 2),
+    **dict.fromkeys(["rnn_relu_cell", "rnn_tanh_cell"], cell(1, 1)),
     # spectral
     **dict.fromkeys(["fft_fft", "fft_rfft"], transforms()),
     **dict.fromkeys(["fft_fft2", "fft_fftn", "fft_rfft2", "fft_rfftn"], transforms(many=True)),
     **dict.fromkeys(["fft_ifft", "fft_irfft", "fft_hfft"], transforms(True)),
     **dict.fromkeys(["fft_ifft2", "fft_ifftn", "fft_irfft2", "fft_irfftn"], transforms(True, True)),
     **dict.fromkeys(["fft_fftshift", "fft_ifftshift"], of(lambda d: (d.floats(3, 4), *d.pick((), ([1],), ([0, -1],))))),
-    **dict.fromkeys(["fft_fftfreq", "fft_rfftfreq"], of(lambda d: (d.pick(4, 5), d.pick(1.0, 0.5)))),
     "angle": of(lambda d: (d.complexes(3),)),
     "_conj": of(lambda d: (d.complexes(3),)),
     "complex": of(lambda d: (d.floats(2, 3), d.floats(3))),
@@ -729,6 +730,36 @@ def listed(result: Any) -> list[Any]:
     return list(result) if isinstance(result, list | tuple) else [result]
 
 
+def decomposed(name: str, drawn: Call) -> Callable[..., Any]:
+    """PyTorch's decomposition of a call, as `from_torch` reads it and carries it out."""
+    leaves, tree = jax.tree.flatten(drawn, is_leaf=lambda x: x is None)
+    places = [i for i, x in enumerate(leaves) if is_tensor(x)]
+
+    class Called(torch.nn.Module):
+        def forward(self, *tensors: Any) -> Any:
+            given = dict(zip(places, tensors, strict=True))
+            arguments, options = jax.tree.unflatten(tree, [given.get(i, x) for i, x in enumerate(leaves)])
+            return theirs(name)(*arguments, **options)
+
+    program = torch.export.export(Called(), tuple(leaves[i].detach() for i in places), strict=False)
+    program = program.run_decompositions(export._decompositions())
+    nodes, values = reading._nodes(program, name)
+    arrays = {**program.constants, **program.state_dict}
+    specs = program.graph_signature.input_specs
+    values |= {each.arg.name: reading.array(arrays[each.target]) for each in specs if each.target in arrays}
+    inputs = [each.arg.name for each in specs if each.kind.name == "USER_INPUT"]
+    outputs = next(node for node in program.graph.nodes if node.op == "output").args[0]
+
+    def function(*arguments: Any, **options: Any) -> list[Any]:
+        given = [x for x in jax.tree.leaves((arguments, options)) if hasattr(x, "shape")]
+        known = values | dict(zip(inputs, given, strict=True))
+        for node in nodes:
+            known[node.name] = run._call(node, known, Mode())
+        return [known[each.name] if hasattr(each, "name") else each for each in outputs]
+
+    return function
+
+
 def distance(ours: np.ndarray, others: np.ndarray, gradient: bool) -> float:
     """Relative to the numbers, or to 1 if they are less. inf: one is no number and the other is."""
     if ours.size == 0:
@@ -754,7 +785,8 @@ def compare(name: str, seed: int, dtype: str, table: dict[str, Callable[..., Any
         expected = listed(theirs(name)(*arguments, **options))
     except (RuntimeError, IndexError, TypeError, ValueError, NotImplementedError):
         return "refused", 0.0
-    function, given = table[name], as_jax((arguments, options | of_version(name, (*arguments, *options.values()))))
+    function = table.get(name) or decomposed(name, (arguments, options))
+    given = as_jax((arguments, options | (of_version(name, (*arguments, *options.values())) if name in table else {})))
     flat, tree = jax.tree.flatten(given)
     places = [i for i, x in enumerate(jax.tree.leaves((arguments, options))) if is_tensor(x) and x.is_floating_point()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import random
@@ -21,6 +22,8 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch import functions
+from fedjax_drift.pytorch.operations import covered
+from fedjax_drift.pytorch.operations.decomposed import DECOMPOSED
 
 LENGTHS = (*range(2, 65), 100, 127, 1000)  # of batches, for which conditions on the length must hold
 
@@ -48,7 +51,7 @@ def exported(module: Any, example: jax.ShapeDtypeStruct, training: bool) -> Any:
             program = torch.export.export(logits_of(module), (zeros,), dynamic_shapes=({0: batch},), strict=False)
             _stop_gradients(program.graph_module, True)
             conditions = getattr(program, "_guards_code", None) or []
-            program = program.run_decompositions({})
+            program = program.run_decompositions(_decompositions())
     except ConfigurationError:
         raise
     except Exception as error:
@@ -56,6 +59,15 @@ def exported(module: Any, example: jax.ShapeDtypeStruct, training: bool) -> Any:
         raise ConfigurationError(_why(name, example, error, runs)) from error
     _check_lengths(name, program, conditions)
     return program
+
+
+@functools.cache
+def _decompositions() -> dict[Any, Any]:
+    """PyTorch's definitions of the operations in `operations.DECOMPOSED` by other operations."""
+    import torch
+
+    table = torch.export.default_decompositions().items()
+    return {each: how for each, how in table if covered(str(each).removeprefix("aten.")) in DECOMPOSED}
 
 
 def logits_of(module: Any) -> Any:

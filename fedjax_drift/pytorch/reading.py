@@ -15,7 +15,8 @@ from fedjax_drift import checks
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch.export import by_values, exported, line_in
 from fedjax_drift.pytorch.graph import NORMS, Graph, Node, Ref, reached
-from fedjax_drift.pytorch.operations import TABLES
+from fedjax_drift.pytorch.operations import covered
+from fedjax_drift.pytorch.operations.decomposed import DECOMPOSED
 
 SKIPPED = ("_assert", "sym_constrain_range")  # they compute nothing
 
@@ -43,7 +44,7 @@ def read(program: Any, name: str, training: bool, state: Iterable[str] = ()) -> 
     results = list(returned.get("USER_OUTPUT", {}))
     if len(results) != 1:
         checks.refuse(f"{name} must return one array, the logits", f"{len(results)} arrays", "return the logits only")
-    nodes = _nodes(program, name)
+    nodes, constants = _nodes(program, name)
     parameters = {each: _own(path) for each, path in given.pop("PARAMETER", {}).items()}
     (input_name,) = given.pop("USER_INPUT")
     buffers = {each: path for kind in given.values() for each, path in kind.items()}
@@ -77,20 +78,25 @@ def read(program: Any, name: str, training: bool, state: Iterable[str] = ()) -> 
             f"one that changes {checks.listed(written)}",
             "use a changed copy in the forward",
         )
-    constants = {each: _constant(name, path, values[path]) for each, path in buffers.items()}
+    constants |= {each: _constant(name, path, values[path]) for each, path in buffers.items()}
     return Graph(input_name, parameters, constants, tuple(nodes), results[0], updates)
 
 
-def _nodes(program: Any, name: str) -> list[Node]:
-    """The operations, in order. Raises ConfigurationError if one is not covered."""
+def _nodes(program: Any, name: str) -> tuple[list[Node], dict[str, np.ndarray]]:
+    """The operations, in order, and the arrays that are made of numbers. Raises ConfigurationError if an operation is
+    not covered."""
     nodes: list[Node] = []
+    constants: dict[str, np.ndarray] = {}
     missing: dict[str, str] = {}  # operation -> line of code
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         made = _node(node)
         line = line_in(node.meta.get("stack_trace") or "")
-        if made is None:
+        if made is None and _is_of_numbers(node):
+            _check_numbers(name, node, Node(node.name, str(node.target), (), {}, ""), line)
+            constants[node.name] = _constant(name, line, node.target(*node.args, **node.kwargs))
+        elif made is None:
             missing.setdefault(str(node.target).removeprefix("aten."), line)
         elif made.operation in ("index", "index_put") and _selects(node):
             raise ConfigurationError(by_values(name, line or "a selection by a boolean array"))
@@ -104,7 +110,15 @@ def _nodes(program: Any, name: str) -> list[Node]:
             where,
             "replace them by others, or write the network with flax",
         )
-    return nodes
+    return nodes, constants
+
+
+def _is_of_numbers(node: Any) -> bool:
+    """Whether an operation makes an array of numbers of the code, as hann_window does, so that it is a constant."""
+    import torch
+
+    made = isinstance(node.meta.get("val"), torch.Tensor) and not node.all_input_nodes
+    return made and torch.Tag.nondeterministic_seeded not in node.target.tags
 
 
 def _check_numbers(name: str, node: Any, made: Node, line: str) -> None:
@@ -167,15 +181,15 @@ def _node(node: Any) -> Node | None:
         return Node(node.name, "", (), {}, layer)
     if base == "sym_size":
         return Node(node.name, "size", arguments, {}, layer)
-    covered = [each for each in (f"{base}.{overload}", base) if any(each in table for table in TABLES)]
-    if namespace != "aten" or not covered:
+    name = covered(f"{base}.{overload}")
+    if namespace != "aten" or not name or name in DECOMPOSED:
         return None
-    return Node(node.name, covered[0], arguments, options | of_version(base, (*arguments, *options.values())), layer)
+    return Node(node.name, name, arguments, options | of_version(base, (*arguments, *options.values())), layer)
 
 
 def of_version(operation: str, arguments: tuple[Any, ...]) -> dict[str, Any]:
     """Options of an operation that means something else in different versions of PyTorch."""
-    if operation not in ("clamp", "clamp_min", "clamp_max", "clip"):
+    if operation != "clamp":
         return {}
     of_arrays = any(isinstance(each, Ref) or hasattr(each, "shape") for each in arguments[1:])
     return {"share": at_bounds(of_arrays)}

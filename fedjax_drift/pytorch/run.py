@@ -123,10 +123,8 @@ def _of_images(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -
         return images.concatenate_images(*arguments, **options)
     if not isinstance(x, Images):
         return None
-    if name in ("view", "reshape", "_unsafe_view") and _is_flat(x, arguments[1]):
-        return images.flatten_images(*arguments)
-    if name == "flatten" and arguments[1:] in ((1,), (1, -1), (1, 3)):
-        return images.flatten_images(x, ())
+    if name in ("view", "_unsafe_view") and _is_flat(x, arguments[1]):
+        return images.flatten_images(x)
     if name == "mean" and len(arguments) > 1 and sorted(d % 4 for d in arguments[1] or ()) == [2, 3] and not options:
         return images.mean_of_images(*arguments)
     return None

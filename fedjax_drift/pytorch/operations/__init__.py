@@ -26,6 +26,7 @@ from fedjax_drift.pytorch.operations import (
     shapes,
     spectral,
 )
+from fedjax_drift.pytorch.operations.decomposed import DECOMPOSED
 
 Table = dict[str, Callable[..., Any]]
 
@@ -43,7 +44,6 @@ ARRAYS: Table = {
     **normalisation.ARRAYS,
     **embedding.ARRAYS,
     **losses.ARRAYS,
-    **recurrent.ARRAYS,
     **resizing.ARRAYS,
 }
 # These take images as `Images` and as arrays.
@@ -53,3 +53,9 @@ IN_MODE: Table = {**mode.IN_MODE, **attention.IN_MODE, **recurrent.IN_MODE}
 # And these also take images as `Images`.
 OF_IMAGES_IN_MODE: Table = {**normalisation.OF_IMAGES_IN_MODE, **mode.OF_IMAGES_IN_MODE}
 TABLES = (ELEMENTWISE, ARRAYS, OF_IMAGES, IN_MODE, OF_IMAGES_IN_MODE)
+
+
+def covered(operation: str) -> str:
+    """The name of an operation in a table or in `DECOMPOSED`, or "". operation: its name with its overload."""
+    names = (operation, operation.partition(".")[0])
+    return next((name for name in names if name in DECOMPOSED or any(name in table for table in TABLES)), "")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,24 +11,21 @@ import jax.numpy as jnp
 from fedjax_drift.pytorch.operations.mode import Mode, kept
 
 Array = jax.Array
-Axes = int | Sequence[int] | None
-Sizes = int | Sequence[int]
-State = tuple[Array, ...]
 
 
-def attention(
-    mode: Mode,
-    query: Array,
-    key: Array,
-    value: Array,
-    mask: Array | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Array:
-    """[..., length, width]. With enable_gqa, several heads of the queries share a head of the keys and values."""
+class Options(NamedTuple):
+    """The arguments of scaled_dot_product_attention after the values."""
+
+    mask: Array | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False  # several heads of the queries share a head of the keys and values
+
+
+def attention(mode: Mode, query: Array, key: Array, value: Array, *given: Any, **options: Any) -> Array:
+    """[..., length, width]."""
+    mask, dropout_p, is_causal, scale, enable_gqa = Options(*given, **options)
     if enable_gqa:
         key, value = (jnp.repeat(each, query.shape[-3] // each.shape[-3], -3) for each in (key, value))
     scores = query @ jnp.swapaxes(key, -1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)

@@ -13,9 +13,7 @@ from fedjax_drift.convolution.conv import conv
 from fedjax_drift.pytorch.operations.images import Images, as_images, plain
 
 Array = jax.Array
-Axes = int | Sequence[int] | None
 Sizes = int | Sequence[int]
-State = tuple[Array, ...]
 
 
 def sizes(value: Sizes, axes: int) -> tuple[int, ...]:

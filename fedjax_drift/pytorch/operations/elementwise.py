@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ import numpy as np
 from jax import lax
 from jax.scipy import special
 
-from fedjax_drift.pytorch.operations.creation import full_like, like
 from fedjax_drift.pytorch.operations.dtypes import (
     floating,
     is_float,
@@ -83,14 +81,6 @@ def _bounded(
     return jnp.where(outside(x) | jnp.isnan(bound) | (x == bound) & (share == 0), bound, x)
 
 
-def clamp_min(x: Any, low: Any, share: float = 1.0) -> Array:
-    return clamp(x, low, None, share)
-
-
-def clamp_max(x: Any, high: Any, share: float = 1.0) -> Array:
-    return clamp(x, None, high, share)
-
-
 def hardtanh(x: Array, low: float = -1.0, high: float = 1.0) -> Array:
     """The gradient at the bounds is 0, as in PyTorch."""
     bottom, top = jnp.asarray(low, x.dtype), jnp.asarray(high, x.dtype)
@@ -109,14 +99,6 @@ def cast(x: Any, dtype: Any = None, non_blocking: bool = False, copy: bool = Fal
     return x.astype(dtype)
 
 
-def cast_to_device(x: Any, device: None, dtype: Any = None, non_blocking: bool = False, copy: bool = False) -> Any:
-    return cast(x, dtype)
-
-
-def cast_as(x: Any, other: Any, non_blocking: bool = False, copy: bool = False) -> Any:
-    return cast(x, other.dtype)
-
-
 def gelu(x: Array, approximate: str = "none") -> Array:
     return jax.nn.gelu(x, approximate=approximate == "tanh")
 
@@ -130,24 +112,6 @@ def softplus(x: Array, beta: float = 1.0, threshold: float = 20.0) -> Array:
     return jnp.where(linear, x, jax.nn.softplus(jnp.where(linear, 0, x * beta)) / beta)
 
 
-def softshrink(x: Array, width: float = 0.5) -> Array:
-    return jnp.where(x > width, x - width, jnp.where(x < -width, x + width, x * 0))
-
-
-def hardshrink(x: Array, width: float = 0.5) -> Array:
-    return jnp.where((x >= -width) & (x <= width), jnp.zeros_like(x), x)
-
-
-def fill(x: Array, value: Any) -> Array:
-    return jnp.full(x.shape, value, x.dtype)
-
-
-def lerp(x: Array, y: Array, weight: Any) -> Array:
-    """From the nearer end, so that the ends are exact."""
-    weight = jnp.asarray(weight, x.dtype)
-    return jnp.where(jnp.abs(weight) < 0.5, x + weight * (y - x), y - (y - x) * (1 - weight))
-
-
 def masked_fill(x: Array, mask: Array, value: Any) -> Array:
     return jnp.where(mask, jnp.asarray(value, x.dtype), x)
 
@@ -155,10 +119,6 @@ def masked_fill(x: Array, mask: Array, value: Any) -> Array:
 def where(condition: Array, x: Any = None, y: Any = None) -> Array:
     x, y = promoted(x, y)
     return jnp.where(condition, x, y)
-
-
-def threshold(x: Array, bound: float, value: float) -> Array:
-    return jnp.where(x <= bound, jnp.asarray(value, x.dtype), x)
 
 
 def round_(x: Array, decimals: int = 0) -> Array:
@@ -178,11 +138,6 @@ def logit(x: Any, eps: float | None = None) -> Array:
 def xlogy(x: Any, y: Any) -> Array:
     x, y = map(floating, promoted(x, y))
     return x * jnp.log(jnp.where((x == 0) & (y <= 0), 1, y))
-
-
-def heaviside(x: Array, middle: Array) -> Array:
-    """0 for NaN."""
-    return jnp.where(x > 0, 1, jnp.where(x == 0, middle, 0)).astype(x.dtype)
 
 
 def sign(x: Array) -> Array:
@@ -211,187 +166,77 @@ def fmin(x: Array, y: Array) -> Array:
     return jnp.where((x <= y) | jnp.isnan(y), x, y)
 
 
-def nan_to_num(x: Array, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Array:
-    return jnp.nan_to_num(x, nan=nan or 0.0, posinf=posinf, neginf=neginf) if is_float(x) else x
-
-
-def addcmul(x: Array, y: Array, z: Array, value: float = 1) -> Array:
-    x, y, z = promoted(x, y, z)
-    return x + (y * z if value == 1 else jnp.asarray(value, x.dtype) * y * z)
-
-
-def addcdiv(x: Array, y: Array, z: Array, value: float = 1) -> Array:
-    x, y, z = promoted(x, y, z)
-    return x + jnp.asarray(value, x.dtype) * (y / z)
-
-
-def isclose(x: Array, y: Array, rtol: float = 1e-5, atol: float = 1e-8, equal_nan: bool = False) -> Array:
-    return jnp.isclose(x, y, rtol, atol, equal_nan)
-
-
-def frac(x: Array) -> Array:
-    return x - jnp.trunc(x)
-
-
-def polygamma(n: int, x: Any) -> Array:
-    return special.polygamma(n, floating(x))
-
-
 def _unchanged(x: Any) -> Any:
     return x
 
 
-SELU = (1.6732632423543772, 1.0507009873554805)  # alpha and scale
+def _named(names: str, library: Any, kind: Callable[..., Any] = _unchanged, prefix: str = "") -> dict[str, Any]:
+    """Functions that have the same name in JAX. kind: how their arguments become those of JAX (`dtypes`)."""
+    return {f"{prefix}{name}": kind(getattr(library, name)) for name in names.split()}
 
+
+COMPARISONS = {
+    "eq": "equal",
+    "ge": "greater_equal",
+    "gt": "greater",
+    "le": "less_equal",
+    "lt": "less",
+    "ne": "not_equal",
+}
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
-    "__and__": of_promoted(jnp.bitwise_and),
+    **_named("acos acosh asin asinh atan atanh cos cosh exp exp2 expm1 log log10 log1p log2", jnp, of_floats),
+    **_named("reciprocal sin sinc sinh sqrt tan tanh", jnp, of_floats),
+    **_named("digamma erf erfc erfinv i0", special, of_floats),
+    **_named("entr i0e i1 i1e log_ndtr ndtri", special, of_floats, "special_"),
+    **_named("bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor", jnp, of_promoted),
+    **_named("fmod hypot logaddexp logaddexp2 maximum minimum remainder", jnp, of_promoted),
+    **_named("bitwise_not isfinite isinf isnan logical_and logical_not logical_or logical_xor signbit", jnp),
+    **_named("ceil floor trunc", jnp, whole),
     "__lshift__": of_promoted(jnp.left_shift),
-    "__or__": of_promoted(jnp.bitwise_or),
     "__rshift__": of_promoted(jnp.right_shift),
-    "__xor__": of_promoted(jnp.bitwise_xor),
     "_to_copy": cast,
     "abs": absolute,
-    "acos": of_floats(jnp.arccos),
-    "acosh": of_floats(jnp.arccosh),
     "add": add,
-    "addcdiv": addcdiv,
-    "addcmul": addcmul,
     "alias": _unchanged,
-    "arctan2": of_floats_promoted(arctan2),
-    "asin": of_floats(jnp.arcsin),
-    "asinh": of_floats(jnp.arcsinh),
-    "atan": of_floats(jnp.arctan),
     "atan2": of_floats_promoted(arctan2),
-    "atanh": of_floats(jnp.arctanh),
-    "bitwise_and": of_promoted(jnp.bitwise_and),
-    "bitwise_left_shift": of_promoted(jnp.left_shift),
-    "bitwise_not": jnp.bitwise_not,
-    "bitwise_or": of_promoted(jnp.bitwise_or),
-    "bitwise_right_shift": of_promoted(jnp.right_shift),
-    "bitwise_xor": of_promoted(jnp.bitwise_xor),
-    "ceil": whole(jnp.ceil),
     "celu": lambda x, alpha=1.0: elu(x, alpha, 1.0, 1.0 / alpha),
     "clamp": clamp,
-    "clamp_max": clamp_max,
-    "clamp_min": clamp_min,
-    "clip": clamp,
     "clone": _unchanged,
-    "contiguous": _unchanged,
     "copysign": of_floats_promoted(copysign),
-    "cos": of_floats(jnp.cos),
-    "cosh": of_floats(jnp.cosh),
-    "deg2rad": of_floats(jnp.deg2rad),
     "detach": lax.stop_gradient,
     "detach_copy": lax.stop_gradient,
-    "digamma": of_floats(special.digamma),
     "div": divide,
     "elu": elu,
     "eq": of_promoted(jnp.equal),
-    "erf": of_floats(special.erf),
-    "erfc": of_floats(special.erfc),
-    "erfinv": of_floats(special.erfinv),
-    "exp": of_floats(jnp.exp),
-    "exp2": of_floats(jnp.exp2),
-    "expm1": of_floats(jnp.expm1),
-    "fill": fill,
-    "fix": whole(jnp.trunc),
-    "floor": whole(jnp.floor),
-    "floor_divide": partial(divide, rounding_mode="floor"),
     "fmax": of_promoted(fmax),
     "fmin": of_promoted(fmin),
-    "fmod": of_promoted(jnp.fmod),
-    "frac": frac,
-    "full_like": full_like,
+    "full_like": lambda x, value, dtype=None: jnp.full(x.shape, value, dtype or x.dtype),
     "ge": of_promoted(jnp.greater_equal),
     "gelu": gelu,
     "gt": of_promoted(jnp.greater),
-    "hardshrink": hardshrink,
     "hardsigmoid": lambda x: hardtanh(x + 3, 0, 6) / 6,
     "hardswish": lambda x: x * hardtanh(x + 3, 0, 6) / 6,
     "hardtanh": hardtanh,
-    "heaviside": of_promoted(heaviside),
-    "hypot": of_promoted(jnp.hypot),
-    "i0": of_floats(special.i0),
-    "isclose": isclose,
-    "isfinite": jnp.isfinite,
-    "isinf": jnp.isinf,
-    "isnan": jnp.isnan,
-    "isneginf": jnp.isneginf,
-    "isposinf": jnp.isposinf,
     "le": of_promoted(jnp.less_equal),
     "leaky_relu": lambda x, slope=0.01: jnp.where(x > 0, x, slope * x),
-    "lerp": lerp,
     "lgamma": of_floats(special.gammaln),
-    "lift_fresh_copy": _unchanged,
-    "log": of_floats(jnp.log),
-    "log10": of_floats(jnp.log10),
-    "log1p": of_floats(jnp.log1p),
-    "log2": of_floats(jnp.log2),
     "log_sigmoid": jax.nn.log_sigmoid,
-    "logaddexp": of_promoted(jnp.logaddexp),
-    "logaddexp2": of_promoted(jnp.logaddexp2),
-    "logical_and": jnp.logical_and,
-    "logical_not": jnp.logical_not,
-    "logical_or": jnp.logical_or,
-    "logical_xor": jnp.logical_xor,
     "logit": logit,
     "lt": of_promoted(jnp.less),
     "masked_fill": masked_fill,
-    "max.other": of_promoted(jnp.maximum),
-    "maximum": of_promoted(jnp.maximum),
-    "min.other": of_promoted(jnp.minimum),
-    "minimum": of_promoted(jnp.minimum),
-    "mish": lambda x: x * jnp.tanh(jax.nn.softplus(x)),
     "mul": of_promoted(jnp.multiply),
-    "nan_to_num": nan_to_num,
     "ne": of_promoted(jnp.not_equal),
     "neg": jnp.negative,
-    "ones_like": like(1),
-    "polygamma": polygamma,
+    "polygamma": lambda n, x: special.polygamma(n, floating(x)),
     "pow": power,
-    "rad2deg": of_floats(jnp.rad2deg),
-    "reciprocal": of_floats(jnp.reciprocal),
     "relu": jax.nn.relu,
-    "relu6": lambda x: hardtanh(x, 0, 6),
-    "remainder": of_promoted(jnp.remainder),
     "round": round_,
     "rsqrt": of_floats(lax.rsqrt),
-    "rsub": lambda x, y, alpha=1: subtract(y, x, alpha),
-    "selu": lambda x: elu(x, *SELU),
-    "sgn": sign,
     "sigmoid": of_floats(jax.nn.sigmoid),
     "sign": sign,
-    "signbit": jnp.signbit,
     "silu": jax.nn.silu,
-    "sin": of_floats(jnp.sin),
-    "sinc": of_floats(jnp.sinc),
-    "sinh": of_floats(jnp.sinh),
     "softplus": softplus,
-    "softshrink": softshrink,
-    "special_entr": of_floats(special.entr),
-    "special_expit": of_floats(jax.nn.sigmoid),
-    "special_i0e": of_floats(special.i0e),
-    "special_i1": of_floats(special.i1),
-    "special_i1e": of_floats(special.i1e),
-    "special_log_ndtr": of_floats(special.log_ndtr),
-    "special_logit": logit,
-    "special_ndtr": of_floats(special.ndtr),
-    "special_ndtri": of_floats(special.ndtri),
-    "special_xlogy": xlogy,
-    "sqrt": of_floats(jnp.sqrt),
-    "square": lambda x: lax.integer_pow(x, 2),
     "sub": subtract,
-    "tan": of_floats(jnp.tan),
-    "tanh": of_floats(jnp.tanh),
-    "threshold": threshold,
-    "to": cast,
-    "to.device": cast_to_device,
-    "to.other": cast_as,
-    "true_divide": divide,
-    "trunc": whole(jnp.trunc),
-    "type_as": cast_as,
     "where": where,
     "xlogy": xlogy,
-    "zero": like(0),
-    "zeros_like": like(0),
 }

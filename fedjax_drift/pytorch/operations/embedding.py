@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,21 +37,23 @@ def _check_frequencies(scale_grad_by_freq: bool) -> None:
         )
 
 
-def embedding_bag(
-    table: Array,
-    ids: Array,
-    offsets: Array,
-    scale_grad_by_freq: bool = False,
-    mode: int = 0,
-    sparse: bool = False,
-    per_sample_weights: Array | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> tuple[Array, None, None, None]:
+class Bags(NamedTuple):
+    """The arguments of embedding_bag after the offsets."""
+
+    scale_grad_by_freq: bool = False
+    mode: int = 0
+    sparse: bool = False
+    per_sample_weights: Array | None = None
+    include_last_offset: bool = False
+    padding_idx: int | None = None
+
+
+def embedding_bag(table: Array, ids: Array, offsets: Array, *given: Any) -> tuple[Array, None, None, None]:
     """The sum (mode 0), mean (1) or maximum (2) of the rows of each bag. A bag of ``ids [n]`` begins at its offset.
 
     An empty bag gives 0. The ids ``padding_idx`` do not count.
     """
+    scale_grad_by_freq, mode, _, per_sample_weights, include_last_offset, padding_idx = Bags(*given)
     _check_frequencies(scale_grad_by_freq)
     bags = len(offsets) - include_last_offset
     rows = embedding(table, ids)

@@ -66,7 +66,7 @@ def concatenate_images(parts: Sequence[Any], dim: int = 0) -> Any:
     return Images(jnp.concatenate([as_images(part).grid for part in parts], (3, 0, 1, 2)[dim]))
 
 
-def flatten_images(x: Images, shape: Sequence[int]) -> Array:
+def flatten_images(x: Images) -> Array:
     """[B, C, H, W] -> [B, C * H * W]."""
     return x.grid.reshape(-1, x.grid.shape[-1]).T
 

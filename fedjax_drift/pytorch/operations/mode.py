@@ -13,9 +13,9 @@ from fedjax_drift import checks
 from fedjax_drift.pytorch.operations.images import on_grid
 
 Array = jax.Array
-Axes = int | Sequence[int] | None
-Sizes = int | Sequence[int]
-State = tuple[Array, ...]
+
+
+MEANS = {"uniform": 0.5, "normal": 0.0, "exponential": 1.0}  # of a function of `jax.random`
 
 
 class Mode(NamedTuple):
@@ -39,27 +39,17 @@ class Mode(NamedTuple):
         """For the i-th random array of an operation that draws several."""
         return self if self.key is None else self._replace(key=jax.random.fold_in(self.key, i))
 
-    def uniform(self, shape: Sequence[int], dtype: Any = None, what: str = "rand") -> Array:
-        """Between 0 and 1."""
-        return self._drawn(jax.random.uniform, 0.5, shape, dtype, what)
-
-    def normal(self, shape: Sequence[int], dtype: Any = None, what: str = "randn") -> Array:
-        """With mean 0 and deviation 1."""
-        return self._drawn(jax.random.normal, 0.0, shape, dtype, what)
-
-    def exponential(self, shape: Sequence[int], dtype: Any = None, what: str = "exponential") -> Array:
-        """With mean 1."""
-        return self._drawn(jax.random.exponential, 1.0, shape, dtype, what)
+    def drawn(self, kind: str, shape: Sequence[int], dtype: Any = None) -> Array:
+        """Random numbers of a kind in `MEANS`."""
+        shape, dtype = tuple(shape), dtype or jnp.float32
+        draw = getattr(jax.random, kind)
+        return jnp.full(shape, MEANS[kind], dtype) if self.means else draw(self.random(kind), shape, dtype)
 
     def bernoulli(self, p: Any, shape: Sequence[int], dtype: Any = None, what: str = "bernoulli") -> Array:
         """1 with probability p, otherwise 0."""
         if self.means:
             return jnp.broadcast_to(jnp.asarray(p, dtype or jnp.float32), tuple(shape))
         return jax.random.bernoulli(self.random(what), p, tuple(shape)).astype(dtype or jnp.float32)
-
-    def _drawn(self, draw: Callable[..., Array], mean: float, shape: Sequence[int], dtype: Any, what: str) -> Array:
-        dtype = dtype or jnp.float32
-        return jnp.full(tuple(shape), mean, dtype) if self.means else draw(self.random(what), tuple(shape), dtype)
 
 
 # --- dropout ----------------------------------------------------------------------------------------------------------
@@ -90,22 +80,22 @@ def bernoulli(mode: Mode, x: Array, p: Any = None) -> Array:
 
 
 def uniform(mode: Mode, x: Array, low: float = 0.0, high: float = 1.0) -> Array:
-    return low + (high - low) * mode.uniform(x.shape, x.dtype)
+    return low + (high - low) * mode.drawn("uniform", x.shape, x.dtype)
 
 
 def exponential(mode: Mode, x: Array, rate: float = 1.0) -> Array:
-    return mode.exponential(x.shape, x.dtype) / rate
+    return mode.drawn("exponential", x.shape, x.dtype) / rate
 
 
 def normal_like(mode: Mode, x: Array, mean: float = 0.0, deviation: float = 1.0) -> Array:
-    return mean + deviation * mode.normal(x.shape, x.dtype)
+    return mean + deviation * mode.drawn("normal", x.shape, x.dtype)
 
 
 def normal(mode: Mode, mean: Any, deviation: Any = 1.0, shape: Sequence[int] | None = None, dtype: Any = None) -> Array:
     """torch.normal. Without a shape, mean or deviation is an array."""
     dtype = dtype or getattr(mean, "dtype", getattr(deviation, "dtype", None))
     shape = jnp.broadcast_shapes(jnp.shape(mean), jnp.shape(deviation)) if shape is None else shape
-    return lax.stop_gradient(mean + deviation * mode.normal(shape, dtype, "normal"))
+    return lax.stop_gradient(mean + deviation * mode.drawn("normal", shape, dtype))
 
 
 def rrelu(mode: Mode, x: Array, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> Array:
@@ -118,10 +108,10 @@ IN_MODE: dict[str, Callable[..., Any]] = {
     "exponential": exponential,
     "normal": normal,
     "normal_functional": normal_like,
-    "rand": lambda mode, shape, dtype=None: mode.uniform(shape, dtype),
-    "rand_like": lambda mode, x, dtype=None: mode.uniform(x.shape, dtype or x.dtype),
-    "randn": lambda mode, shape, dtype=None: mode.normal(shape, dtype),
-    "randn_like": lambda mode, x, dtype=None: mode.normal(x.shape, dtype or x.dtype),
+    "rand": lambda mode, shape, dtype=None: mode.drawn("uniform", shape, dtype),
+    "rand_like": lambda mode, x, dtype=None: mode.drawn("uniform", x.shape, dtype or x.dtype),
+    "randn": lambda mode, shape, dtype=None: mode.drawn("normal", shape, dtype),
+    "randn_like": lambda mode, x, dtype=None: mode.drawn("normal", x.shape, dtype or x.dtype),
     "rrelu": rrelu,
     "uniform": uniform,
 }

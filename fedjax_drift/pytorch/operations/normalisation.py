@@ -17,42 +17,25 @@ from fedjax_drift.pytorch.operations.images import Images, on_grid, plain
 from fedjax_drift.pytorch.operations.mode import Mode
 
 Array = jax.Array
-Axes = int | Sequence[int] | None
-Sizes = int | Sequence[int]
-State = tuple[Array, ...]
 
 
-def batch_norm(
-    mode: Mode,
-    x: Any,
-    weight: Array | None,
-    bias: Array | None,
-    mean: Array,
-    variance: Array,
-    momentum: float,
-    eps: float,
-) -> tuple[Any, None, None]:
-    """BatchNorm with running statistics, in evaluation."""
+def batch_norm(mode: Mode, x: Any, weight: Array | None, bias: Array | None, *options: Any) -> tuple[Any, None, None]:
+    """BatchNorm in evaluation. options: the running mean and variance, the momentum and eps."""
+    mean, variance, _, eps = options
     scale = lax.rsqrt(variance + eps) * (1 if weight is None else weight)
     y = on_grid(lambda grid: grid - _channels(x, mean), x)  # first, because the mean may be large
     return _scaled(y, scale, bias), None, None
 
 
 def batch_norm_training(
-    mode: Mode,
-    x: Any,
-    weight: Array | None,
-    bias: Array | None,
-    mean: Array,
-    variance: Array,
-    training: bool,
-    momentum: float,
-    eps: float,
+    mode: Mode, x: Any, weight: Array | None, bias: Array | None, mean: Array, variance: Array, *options: Any
 ) -> tuple[Any, None, None, Array, Array]:
-    """BatchNorm in training. Returns the output and, as the last two, the new running statistics.
+    """BatchNorm in training. options: whether it is in training, the momentum and eps.
 
-    The padding of a batch is left out. As in PyTorch, the running variance has n - 1 in its denominator.
+    Returns the output and, as the last two, the new running statistics. The padding of a batch is left out. As in
+    PyTorch, the running variance has n - 1 in its denominator.
     """
+    training, momentum, eps = options
     if mode.frozen or not training:
         return *batch_norm(mode, x, weight, bias, mean, variance, momentum, eps), mean, variance
     y, average, spread = _by_batch(mode, x, weight, bias, eps)
@@ -141,18 +124,10 @@ def group_norm(
     return _scaled(y, weight, bias)
 
 
-def instance_norm(
-    x: Any,
-    weight: Array | None,
-    bias: Array | None,
-    mean: Array | None,
-    variance: Array | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Any:
-    if mean is not None or not use_input_stats:
+def instance_norm(x: Any, weight: Array | None, bias: Array | None, mean: Array | None, *options: Any) -> Any:
+    """options: the running variance, whether the statistics are those of the input, the momentum, eps."""
+    _, of_input, _, eps, _ = options
+    if mean is not None or not of_input:
         checks.refuse(
             "InstanceNorm must have no running statistics", "track_running_stats=True", "pass False, or use BatchNorm"
         )

@@ -11,7 +11,6 @@ from jax import lax
 
 from fedjax_drift import checks
 from fedjax_drift.pytorch.operations.dtypes import is_float, promoted
-from fedjax_drift.pytorch.operations.reductions import total
 
 Array = jax.Array
 
@@ -28,19 +27,10 @@ def select(x: Array, dim: int, index: int) -> Array:
     return lax.index_in_dim(x, index, dim, keepdims=False)
 
 
-def narrow(x: Array, dim: int, start: int, length: int) -> Array:
-    start += x.shape[dim] if start < 0 else 0
-    return x[part(x, dim, start, start + length, 1)]
-
-
 def slice_scatter(
     x: Array, values: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Array:
     return x.at[part(x, dim, start, end, step)].set(values.astype(x.dtype))
-
-
-def select_scatter(x: Array, values: Array, dim: int, index: int) -> Array:
-    return x.at[(*[slice(None)] * (dim % x.ndim), index)].set(values.astype(x.dtype))
 
 
 def diagonal_scatter(x: Array, values: Array, offset: int = 0, dim: int = 0, other: int = 1) -> Array:
@@ -76,18 +66,6 @@ def _rows(x: Array, dim: int, indices: Array) -> Any:
     return x.at[(*[slice(None)] * (dim % x.ndim), indices.reshape(-1))]
 
 
-def index_add(x: Array, dim: int, indices: Array, values: Array, alpha: float = 1) -> Array:
-    return _rows(x, dim, indices).add(jnp.asarray(alpha, x.dtype) * values)
-
-
-def index_copy(x: Array, dim: int, indices: Array, values: Array) -> Array:
-    return _rows(x, dim, indices).set(values)
-
-
-def index_fill(x: Array, dim: int, indices: Array, value: Any) -> Array:
-    return _rows(x, dim, indices).set(jnp.asarray(value, x.dtype))
-
-
 def gather(x: Array, dim: int, indices: Array, sparse_grad: bool = False) -> Array:
     """Only the first rows of the other axes are read if they are longer than those of the indices."""
     if x.ndim == 0 or indices.ndim == 0:
@@ -95,14 +73,6 @@ def gather(x: Array, dim: int, indices: Array, sparse_grad: bool = False) -> Arr
     dim = dim % x.ndim
     x = x[tuple(slice(None) if axis == dim else slice(n) for axis, n in enumerate(indices.shape))]
     return jnp.take_along_axis(x, indices, dim)
-
-
-def take(x: Array, indices: Array) -> Array:
-    return x.reshape(-1)[indices]
-
-
-def take_along_dim(x: Array, indices: Array, dim: int | None = None) -> Array:
-    return take(x, indices.reshape(-1)) if dim is None else jnp.take_along_axis(x, indices, dim)
 
 
 def _scattered(x: Array, dim: int, indices: Array, values: Any) -> tuple[tuple[Array, ...], Array]:
@@ -207,61 +177,29 @@ def roll(x: Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> Array:
     return jnp.roll(x, tuple(shifts), tuple(dims) or None) if dims else jnp.roll(x, sum(shifts))
 
 
-def rot90(x: Array, k: int = 1, dims: Sequence[int] = (0, 1)) -> Array:
-    return jnp.rot90(x, k, (dims[0], dims[1]))
-
-
 def diagonal(x: Array, offset: int = 0, dim: int = 0, other: int = 1) -> Array:
     return jnp.diagonal(x, offset, dim, other)
-
-
-def diag(x: Array, offset: int = 0) -> Array:
-    return jnp.diag(x, offset)
-
-
-def diag_embed(x: Array, offset: int = 0, dim: int = -2, other: int = -1) -> Array:
-    n = x.shape[-1] + abs(offset)
-    at = jnp.arange(x.shape[-1])
-    new = jnp.zeros((*x.shape[:-1], n, n), x.dtype).at[..., at + max(-offset, 0), at + max(offset, 0)].set(x)
-    return jnp.moveaxis(new, (-2, -1), (dim, other))
-
-
-def trace(x: Array) -> Array:
-    return total(jnp.diagonal(x))
 
 
 ARRAYS: dict[str, Callable[..., Any]] = {
     "bucketize": bucketize,
     "copy": copy,
-    "diag": diag,
-    "diag_embed": diag_embed,
     "diagonal": diagonal,
     "diagonal_scatter": diagonal_scatter,
     "flip": flip,
-    "fliplr": lambda x: jnp.flip(x, 1),
-    "flipud": lambda x: jnp.flip(x, 0),
     "gather": gather,
     "index": index,
-    "index_add": index_add,
-    "index_copy": index_copy,
-    "index_fill": index_fill,
     "index_put": index_put,
     "index_select": index_select,
     "masked_scatter": masked_scatter,
-    "narrow": narrow,
     "roll": roll,
-    "rot90": rot90,
     "scatter": scatter,
     "scatter_add": scatter_add,
     "scatter_reduce": scatter_reduce,
     "searchsorted": searchsorted,
     "select": select,
-    "select_scatter": select_scatter,
     "slice": slice_,
     "slice_scatter": slice_scatter,
-    "take": take,
-    "take_along_dim": take_along_dim,
-    "trace": trace,
     "tril": jnp.tril,
     "triu": jnp.triu,
 }

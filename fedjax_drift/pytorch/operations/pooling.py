@@ -16,9 +16,7 @@ from fedjax_drift.pytorch.operations.images import Images, on_grid
 from fedjax_drift.pytorch.operations.reductions import best
 
 Array = jax.Array
-Axes = int | Sequence[int] | None
 Sizes = int | Sequence[int]
-State = tuple[Array, ...]
 
 
 class Windows(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,6 @@ from jax import lax
 from fedjax_drift.pytorch.operations.mode import Mode, kept
 
 Array = jax.Array
-Axes = int | Sequence[int] | None
-Sizes = int | Sequence[int]
 State = tuple[Array, ...]
 
 
@@ -50,20 +48,27 @@ def _simple_cell(activation: Callable[[Array], Array]) -> Callable[..., State]:
     return lambda state, inputs, weight, bias: (activation(inputs + state[0] @ weight.T + bias),)
 
 
+class Layers(NamedTuple):
+    """The arguments of a recurrent layer after its weights."""
+
+    biases: bool
+    layers: int
+    dropout_p: float
+    training: bool
+    bidirectional: bool
+    batch_first: bool
+
+
 def recurrent(
     cell: Callable[..., State],
     mode: Mode,
     x: Array,
     states: Array | Sequence[Array],
     weights: Sequence[Array],
-    biases: bool,
-    layers: int,
-    dropout_p: float,
-    training: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    *given: Any,
 ) -> tuple[Array, ...]:
     """Recurrent layers, with dropout between them: the outputs of the last one, and the last states of all."""
+    biases, layers, dropout_p, training, bidirectional, batch_first = Layers(*given)
     starts = states if isinstance(states, list | tuple) else [states]
     directions = 2 if bidirectional else 1
     per = len(weights) // (layers * directions)
@@ -94,34 +99,9 @@ def _step(
     return state, state[0]
 
 
-def once(
-    cell: Callable[..., State],
-    x: Array,
-    states: Array | Sequence[Array],
-    w_ih: Array,
-    w_hh: Array,
-    b_ih: Array | None = None,
-    b_hh: Array | None = None,
-) -> Any:
-    """One step: LSTMCell, GRUCell, RNNCell."""
-    several = isinstance(states, list | tuple)
-    inputs = x @ w_ih.T if b_ih is None else x @ w_ih.T + b_ih
-    new = cell(tuple(states) if several else (states,), inputs, w_hh, 0.0 if b_hh is None else b_hh)
-    return new if several else new[0]
-
-
-_relu_cell, _tanh_cell = _simple_cell(jax.nn.relu), _simple_cell(jnp.tanh)
-
-ARRAYS: dict[str, Callable[..., Any]] = {
-    "gru_cell": partial(once, _gru_cell),
-    "lstm_cell": partial(once, _lstm_cell),
-    "rnn_relu_cell": partial(once, _relu_cell),
-    "rnn_tanh_cell": partial(once, _tanh_cell),
-}
-
 IN_MODE: dict[str, Callable[..., Any]] = {
     "gru.input": partial(recurrent, _gru_cell),
     "lstm.input": partial(recurrent, _lstm_cell),
-    "rnn_relu.input": partial(recurrent, _relu_cell),
-    "rnn_tanh.input": partial(recurrent, _tanh_cell),
+    "rnn_relu.input": partial(recurrent, _simple_cell(jax.nn.relu)),
+    "rnn_tanh.input": partial(recurrent, _simple_cell(jnp.tanh)),
 }

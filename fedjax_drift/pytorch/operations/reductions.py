@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fedjax_drift.pytorch.operations.dtypes import counted, floating, promoted
+from fedjax_drift.pytorch.operations.dtypes import counted, floating
 from fedjax_drift.pytorch.operations.elementwise import absolute, cast
 
 Array = jax.Array
@@ -43,27 +43,11 @@ def product(x: Array, dim: int | None = None, keepdim: bool = False, dtype: Any 
     return counted(x, dtype).prod(axes_of(x, dim), keepdims=keepdim)
 
 
-def nansum(x: Array, dim: Axes = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    return total(jnp.where(jnp.isnan(x), 0, x), dim, keepdim, dtype)
-
-
-def nanmean(x: Array, dim: Axes = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    return nansum(x, dim, keepdim, dtype) / total(~jnp.isnan(x), dim, keepdim, dtype or x.dtype)
-
-
-def count_nonzero(x: Array, dim: Axes = None) -> Array:
-    return total(x != 0, dim)
-
-
-def variance(
-    x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, correction: float | None = None
-) -> Array:
-    if isinstance(dim, bool):  # var(x, unbiased)
-        dim, unbiased = None, dim
+def variance(x: Array, dim: Axes = None, *, correction: float | None = None, keepdim: bool = False) -> Array:
     axes = axes_of(x, dim)
     count = math.prod(x.shape[axis] for axis in axes)
     squares = jnp.square(x - x.mean(axes, keepdims=True)).sum(axes, keepdims=keepdim)
-    return squares / jnp.asarray(max(count - (unbiased if correction is None else correction), 0), x.dtype)
+    return squares / jnp.asarray(max(count - (1 if correction is None else correction), 0), x.dtype)
 
 
 def root(x: Array) -> Array:
@@ -71,20 +55,16 @@ def root(x: Array) -> Array:
     return jnp.where(x == 0, 0, jnp.sqrt(jnp.where(x == 0, 1, x)))
 
 
-def deviation(x: Array, *arguments: Any, **options: Any) -> Array:
-    return root(variance(x, *arguments, **options))
+def deviation(x: Array, dim: Axes = None, **options: Any) -> Array:
+    return root(variance(x, dim, **options))
 
 
 def with_mean(function: Callable[..., Array]) -> Callable[..., tuple[Array, Array]]:
     """var_mean, std_mean."""
-
-    def both(
-        x: Array, dim: Any = None, unbiased: bool = True, keepdim: bool = False, correction: float | None = None
-    ) -> tuple[Array, Array]:
-        of_all = None if isinstance(dim, bool) else dim
-        return function(x, dim, unbiased, keepdim, correction), mean(x, of_all, keepdim)
-
-    return both
+    return lambda x, dim=None, keepdim=False, **options: (
+        function(x, dim, keepdim=keepdim, **options),
+        mean(x, dim, keepdim),
+    )
 
 
 def norm(x: Array, order: float | None = 2, dim: Axes = None, keepdim: bool = False, dtype: Any = None) -> Array:
@@ -160,10 +140,6 @@ def over_axes(arg: Callable[..., Array]) -> Callable[..., Array]:
 amax, amin = over_axes(jnp.argmax), over_axes(jnp.argmin)
 
 
-def aminmax(x: Array, dim: int | None = None, keepdim: bool = False) -> tuple[Array, Array]:
-    return amin(x, dim, keepdim), amax(x, dim, keepdim)
-
-
 def place(arg: Callable[..., Array]) -> Callable[..., Array]:
     """argmax, argmin."""
 
@@ -190,10 +166,6 @@ def sort(x: Array, dim: int = -1, descending: bool = False, stable: bool | None 
     y, axis = _along(x, dim)
     where = jnp.argsort(y, axis, stable=True, descending=descending)
     return _at(y, axis, where).reshape(x.shape), where.reshape(x.shape)
-
-
-def argsort(x: Array, dim: int = -1, descending: bool = False, stable: bool = True) -> Array:
-    return sort(x, dim, descending)[1]
 
 
 def kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
@@ -226,11 +198,6 @@ def logsumexp(x: Array, dim: Axes, keepdim: bool = False) -> Array:
     sums = jnp.exp(x - peak).sum(axes, keepdims=True)
     result = jnp.where(sums == 0, -jnp.inf, jnp.log(jnp.where(sums == 0, 1, sums))) + peak
     return result if keepdim else result.squeeze(axes)
-
-
-def difference(x: Array, n: int = 1, dim: int = -1, prepend: Any = None, append: Any = None) -> Array:
-    parts = [each for each in (prepend, x, append) if each is not None]
-    return jnp.diff(jnp.concatenate(promoted(*parts), dim), n, dim)
 
 
 def cumulative(function: Callable[..., Array]) -> Callable[..., Array]:
@@ -280,27 +247,17 @@ def truth(function: Callable[..., Array]) -> Callable[..., Array]:
     return reduced
 
 
-def weight_norm(direction: Array, length: Array, dim: int = 0) -> Array:
-    others = [i for i in range(direction.ndim) if dim == -1 or i != dim]
-    return direction * (length / norm(direction, 2, others, True))
-
-
 ARRAYS: dict[str, Callable[..., Any]] = {
-    "_weight_norm": weight_norm,
     "all": truth(jnp.all),
     "amax": amax,
     "amin": amin,
-    "aminmax": aminmax,
     "any": truth(jnp.any),
     "argmax": place(jnp.argmax),
     "argmin": place(jnp.argmin),
-    "argsort": argsort,
-    "count_nonzero": count_nonzero,
     "cummax": running(lax.cummax),
     "cummin": running(lax.cummin),
     "cumprod": cumulative(jnp.cumprod),
     "cumsum": cumulative(jnp.cumsum),
-    "diff": difference,
     "kthvalue": kthvalue,
     "linalg_vector_norm": norm,
     "log_softmax": log_softmax,
@@ -312,17 +269,13 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "median": median,
     "min": amin,
     "min.dim": smallest,
-    "msort": lambda x: sort(x, 0)[0],
-    "nanmean": nanmean,
-    "nansum": nansum,
-    "norm": norm,
     "prod": product,
     "softmax": softmax,
     "sort": sort,
-    "std": deviation,
-    "std_mean": with_mean(deviation),
+    "std.correction": deviation,
+    "std_mean.correction": with_mean(deviation),
     "sum": total,
     "topk": topk,
-    "var": variance,
-    "var_mean": with_mean(variance),
+    "var.correction": variance,
+    "var_mean.correction": with_mean(variance),
 }

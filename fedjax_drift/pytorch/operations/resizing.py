@@ -98,18 +98,6 @@ def _cubic(at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # --- sampling ---------------------------------------------------------------------------------------------------------
 
 
-def affine_grid(theta: Array, size: Sequence[int], align_corners: bool) -> Array:
-    """theta: [B, d, d + 1] -> the coordinates [B, ..., d] of images [B, C, ...], x first."""
-
-    def steps(n: int) -> Array:
-        ends = np.linspace(-1, 1, n) if n > 1 else np.zeros(1)
-        return jnp.asarray(ends if align_corners else ends * (n - 1) / n, theta.dtype)
-
-    axes = jnp.meshgrid(*map(steps, size[2:]), indexing="ij")
-    points = jnp.stack([*axes[::-1], jnp.ones_like(axes[0])], -1)
-    return jnp.einsum("...j,bij->b...i", points, theta)
-
-
 def grid_sample(x: Array, grid: Array, interpolation: int, padding: int, align_corners: bool) -> Array:
     """Images [B, C, H, W] at the points [B, h, w, 2] between -1 and 1."""
     if x.ndim != 4 or interpolation > 1:
@@ -155,7 +143,6 @@ def _pixels(x: Array, row: Array, column: Array) -> Array:
 
 
 ARRAYS: dict[str, Callable[..., Any]] = {
-    "affine_grid_generator": affine_grid,
     "grid_sampler": grid_sample,
 }
 
