@@ -25,7 +25,7 @@ import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
@@ -33,6 +33,7 @@ import numpy as np
 from fedjax_drift import checks
 
 C = TypeVar("C", bound=Callable)
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,15 @@ class Declared:
 
     @functools.cached_property
     def signature(self) -> inspect.Signature:
-        return inspect.signature(self.of)
+        """With a parameter for each field of ``**flags: Unpack[...]``, which is False by default."""
+        signature = inspect.signature(self.of)
+        *parameters, last = signature.parameters.values() or (None,)
+        if last is None or (last.name, last.kind) != ("flags", inspect.Parameter.VAR_KEYWORD):
+            return signature
+        (flags,) = get_args(_evaluated(last.annotation, _names(self.of)))
+        kinds = get_type_hints(flags, include_extras=True).items()
+        added = [inspect.Parameter(name, KEYWORD_ONLY, default=False, annotation=kind) for name, kind in kinds]
+        return signature.replace(parameters=[*parameters, *added])
 
     @functools.cached_property
     def arguments(self) -> dict[str, Argument]:
@@ -234,9 +243,10 @@ class Declared:
         """All arguments by name, with the defaults."""
         try:
             bound = self.signature.bind(*args, **kwargs)
-        except TypeError:
-            self.of(*args, **kwargs)  # raises Python's own error, which names the function
-            raise
+        except TypeError as error:
+            if self.signature == inspect.signature(self.of):
+                self.of(*args, **kwargs)  # raises Python's own error, which names the function
+            raise TypeError(f"{self.of.__name__}() {error}") from None
         bound.apply_defaults()
         return bound.arguments
 
@@ -262,6 +272,8 @@ def _checked_function(function: Any) -> Any:
         return declared.call(declared.bind(args, kwargs))
 
     call.declared = declared  # type: ignore[attr-defined]
+    if "flags" in function.__annotations__:
+        call.__signature__ = declared.signature  # type: ignore[attr-defined]
     return call
 
 

@@ -21,43 +21,32 @@ from fedjax_drift.models import MODELS, layers, num_parameters
 
 pytestmark = pytest.mark.thorough
 
-COUNTS = {
-    "linear": 155,
-    "mnist_2nn": 199_210,
-    "emnist_nn": 89_610,
-    "cifar_cnn": 797_962,
-    "mnist_cnn": 1_663_370,
-    "lenet5": 66_126,
-    "simple_fl_lenet": 31_972,
-    "fedadc_cnn": 2_328_746,
-    "emnist_cnn": 1_206_590,
-    "simple_cnn": 92_626,
-    "resnet18": 11_173_962,
-    "din": 205_398,
-    "text_classifier": 1_305_988,
-    "drug_target": 214_146,
-    "vit": 2_693_578,
-    "encoder": 2_965_508,
-    "decoder": 805_120,
-}
+COUNTS = [  # a model, and the number of its parameters
+    *[("linear", 155), ("mnist_2nn", 199_210), ("emnist_nn", 89_610), ("cifar_cnn", 797_962), ("mnist_cnn", 1_663_370)],
+    *[("lenet5", 66_126), ("simple_fl_lenet", 31_972), ("fedadc_cnn", 2_328_746), ("emnist_cnn", 1_206_590)],
+    *[("simple_cnn", 92_626), ("resnet18", 11_173_962), ("din", 205_398), ("text_classifier", 1_305_988)],
+    *[("drug_target", 214_146), ("vit", 2_693_578), ("encoder", 2_965_508), ("decoder", 805_120)],
+    ("text_classifier", 1_305_984, dict(cosine=True)),
+    ("drug_target", 214_144, dict(cosine=True)),
+    ("cifar_cnn", 815_332, dict(num_classes=100)),
+    ("mnist_cnn", 582_026, dict(padding="VALID")),
+    ("resnet18", 11_220_132, dict(num_classes=100)),
+    ("resnet18", 11_181_642, dict(num_classes=10, input_shape=(64, 64, 3), stem=7)),
+    ("resnet18", 11_279_112, dict(num_classes=200, input_shape=(64, 64, 3), stem=7)),
+    ("simple_cnn", 115_756, dict(num_classes=100)),
+    ("simple_cnn", 62_006, dict(projection=False)),
+    ("simple_cnn", 92_616, dict(cosine=True)),
+]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_parameter_counts(name) -> None:
-    assert num_parameters(MODELS[name]()) == COUNTS[name]
+@pytest.mark.parametrize("row", COUNTS, ids=str)
+def test_parameter_counts(row) -> None:
+    name, count, options = (*row, {})[:3]
+    assert num_parameters(MODELS[name](**options)) == count
 
 
-def test_parameter_counts_of_variants() -> None:
-    assert num_parameters(fd.models.text_classifier(cosine=True)) == 1_305_984
-    assert num_parameters(fd.models.drug_target(cosine=True)) == 214_144
-    assert num_parameters(fd.models.cifar_cnn(100)) == 815_332
-    assert num_parameters(fd.models.mnist_cnn(padding="VALID")) == 582_026
-    assert num_parameters(fd.models.resnet18(100)) == 11_220_132
-    assert num_parameters(fd.models.resnet18(10, (64, 64, 3), stem=7)) == 11_181_642
-    assert num_parameters(fd.models.resnet18(200, (64, 64, 3), stem=7)) == 11_279_112
-    assert num_parameters(fd.models.simple_cnn(100)) == 115_756
-    assert num_parameters(fd.models.simple_cnn(projection=False)) == 62_006
-    assert num_parameters(fd.models.simple_cnn(cosine=True)) == 92_616
+def test_every_model_has_a_count() -> None:
+    assert {*MODELS} == {row[0] for row in COUNTS}
 
 
 @pytest.fixture(params=list(conv.FORMS))
@@ -78,65 +67,39 @@ def own_conv(x, kernel, stride, padding):
     return layers.conv(layers.to_grid(x), kernel, stride, padding).transpose(3, 1, 2, 0)
 
 
+def value_and_grads(conv, x, kernels, axes=(None, 0)):
+    """Every client has its own filters."""
+
+    def summed(x, kernels):
+        each = jax.vmap(conv, axes)(x, kernels)
+        return (each * jnp.cos(jnp.arange(each.size).reshape(each.shape))).sum(), each
+
+    return jax.jit(jax.grad(summed, argnums=(0, 1), has_aux=True))(x, kernels)
+
+
+def assert_close(ours, theirs, rtol=1e-4, atol=1e-4) -> None:
+    """atol: relative to the largest number."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=atol * float(np.abs(b).max()))
+
+
+def drawn(*shapes):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=shape).astype("float32") for shape in shapes]
+
+
 @pytest.mark.parametrize("padding", ["SAME", "VALID", (2, 1)])
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize(("size", "window"), [((7, 9), 3), ((8, 5), 5), ((6, 6), 1)])
 def test_conv_matches_lax_conv(size, window, stride, padding) -> None:
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(4, *size, 3)), jnp.float32)
-    kernels = jnp.asarray(rng.normal(size=(2, window, window, 3, 5)), jnp.float32)
-
-    def value_and_grads(conv):
-        def summed(x, kernels):
-            each = jax.vmap(lambda k: conv(x, k, stride, padding))(kernels)  # every client has its own filters
-            return (each * jnp.cos(jnp.arange(each.size).reshape(each.shape))).sum(), each
-
-        return jax.jit(jax.grad(summed, argnums=(0, 1), has_aux=True))(x, kernels)
-
-    for ours, theirs in zip(
-        jax.tree.leaves(value_and_grads(own_conv)), jax.tree.leaves(value_and_grads(reference_conv)), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("channels", "filters", "size", "window", "pool"),
-    [
-        (1, 6, (9, 12), 5, 2),  # on a CPU: one patch for four windows
-        (3, 5, (8, 9), 3, 3),  # on a CPU: matrix product, then pooling
-        (3, 20, (9, 8), 3, 2),  # on a CPU: XLA's convolution
-        (20, 3, (42, 41), 3, 1),  # on a CPU: XLA's convolution in two chunks
-    ],
-)
-def test_every_form_of_conv_matches_lax_conv_and_flax_pooling(channels, filters, size, window, pool, form) -> None:
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(4, *size, channels)), jnp.float32)
-    kernels = jnp.asarray(rng.normal(size=(2, window, window, channels, filters)), jnp.float32)
-
-    def own(x, kernel):
-        return layers.conv(layers.to_grid(x), kernel, 1, (1, 0), pool).transpose(3, 1, 2, 0)
-
-    def reference(x, kernel):
-        return nn.max_pool(reference_conv(x, kernel, 1, (1, 0)), (pool, pool), (pool, pool))
-
-    def value_and_grads(conv):
-        def summed(x, kernels):
-            each = jax.vmap(conv, (None, 0))(x, kernels)
-            return (each * jnp.cos(jnp.arange(each.size).reshape(each.shape))).sum(), each
-
-        return jax.jit(jax.grad(summed, argnums=(0, 1), has_aux=True))(x, kernels)
-
-    for ours, theirs in zip(
-        jax.tree.leaves(value_and_grads(own)), jax.tree.leaves(value_and_grads(reference)), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5 * float(jnp.abs(theirs).max()))
+    x, kernels = drawn((4, *size, 3), (2, window, window, 3, 5))
+    convs = (lambda x, k, conv=conv: conv(x, k, stride, padding) for conv in (own_conv, reference_conv))
+    assert_close(*(value_and_grads(each, x, kernels) for each in convs))
 
 
 @pytest.mark.parametrize(("stride", "padding"), [(1, "VALID"), (2, "SAME")])
 def test_every_form_of_conv_of_a_sequence_matches_a_one_dimensional_convolution(stride, padding, form) -> None:
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, 4, 11, 3)), jnp.float32)  # two clients, four sequences of length 11
-    kernels = jnp.asarray(rng.normal(size=(2, 4, 3, 5)), jnp.float32)
+    x, kernels = drawn((2, 4, 11, 3), (2, 4, 3, 5))  # two clients, four sequences of length 11
 
     def own(x, kernel):
         y = layers.conv(x.transpose(2, 1, 0)[:, :, None], kernel[:, None], stride, padding)
@@ -146,17 +109,7 @@ def test_every_form_of_conv_of_a_sequence_matches_a_one_dimensional_convolution(
         axes = ("NHC", "HIO", "NHC")
         return lax.conv_general_dilated(x, kernel, (stride,), padding, dimension_numbers=axes, precision="highest")
 
-    def value_and_grads(conv):
-        def summed(x, kernels):
-            each = jax.vmap(conv)(x, kernels)
-            return (each * jnp.cos(jnp.arange(each.size).reshape(each.shape))).sum(), each
-
-        return jax.jit(jax.grad(summed, argnums=(0, 1), has_aux=True))(x, kernels)
-
-    for ours, theirs in zip(
-        jax.tree.leaves(value_and_grads(own)), jax.tree.leaves(value_and_grads(reference)), strict=True
-    ):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert_close(*(value_and_grads(each, x, kernels, (0, 0)) for each in (own, reference)))
 
 
 @pytest.mark.parametrize("filters", [3, 20])
@@ -166,35 +119,24 @@ def test_equal_maxima_share_the_gradient_of_pooling(filters) -> None:
     np.testing.assert_allclose(g, filters / 4)
 
 
-def test_second_derivatives_of_conv_match_lax_conv(form) -> None:
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, 5, 5, 3)), jnp.float32)
-    kernel = jnp.asarray(rng.normal(size=(3, 3, 3, 20)), jnp.float32)
-
-    def products(conv):
-        slope = jax.grad(lambda kernel: jnp.sin(conv(x, kernel, 1, "VALID")).sum())
-        twice = jax.grad(lambda kernel: (slope(kernel) * jnp.cos(kernel)).sum())(kernel)
-        return twice, jax.jvp(slope, (kernel,), (kernel,))[1]
-
-    both = (jax.jit(partial(products, conv))() for conv in (own_conv, reference_conv))
-    for ours, theirs in zip(*both, strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     ("channels", "filters", "size", "window", "stride", "pool"),
     [
         (1, 6, (7, 8), 3, 1, 2),  # on a CPU: one patch for four windows
+        (1, 6, (9, 12), 5, 1, 2),
         (20, 3, (5, 4), 1, 1, 1),  # on a CPU: matrix product
+        (3, 5, (8, 9), 3, 1, 3),  # on a CPU: matrix product, then pooling
         (3, 20, (6, 5), 3, 2, 1),  # on a CPU: matrix product with a stride
         (3, 20, (6, 5), 3, 1, 2),  # on a CPU: XLA's convolution, then pooling
         (20, 3, (42, 41), 3, 1, 1),  # on a CPU: XLA's convolution in two chunks
     ],
 )
-def test_forward_and_reverse_mode_of_conv_match_lax_conv(channels, filters, size, window, stride, pool, form) -> None:
-    rng = np.random.default_rng(0)
-    shapes = ((4, *size, channels), (2, window, window, channels, filters)) * 2
-    x, kernels, dx, dkernels = (rng.normal(size=shape) / window for shape in shapes)
+def test_values_and_derivatives_of_every_form_of_conv_match_lax_conv(
+    channels, filters, size, window, stride, pool, form
+) -> None:
+    """The derivatives of both modes, once and twice."""
+    x, kernels, dx, dkernels = drawn(*((4, *size, channels), (2, window, window, channels, filters)) * 2)
+    arrays = x / window, kernels / window, dx / window, dkernels / window
 
     def own(x, kernel):
         return layers.conv(layers.to_grid(x), kernel, stride, (1, 0), pool).transpose(3, 1, 2, 0)
@@ -204,7 +146,7 @@ def test_forward_and_reverse_mode_of_conv_match_lax_conv(channels, filters, size
 
     def derivatives(conv, *arrays):
         def summed(x, kernels):
-            each = jax.vmap(jax.checkpoint(conv), (None, 0))(x, kernels)  # every client has its own filters
+            each = jax.vmap(jax.checkpoint(conv), (None, 0))(x, kernels)
             return (jnp.sin(each) * jnp.cos(jnp.arange(each.size).reshape(each.shape))).sum()
 
         point, direction = arrays[:2], arrays[2:]
@@ -222,22 +164,12 @@ def test_forward_and_reverse_mode_of_conv_match_lax_conv(channels, filters, size
             jax.grad(forward_slope, (0, 1))(*point),
             jax.grad(reverse_slope, (0, 1))(*point),
         )
-        return slopes, hessian_products
+        return jax.vmap(conv, (None, 0))(*point), slopes, hessian_products
 
-    arrays = x, kernels, dx, dkernels
-    ours = jax.jit(partial(derivatives, own))(*(a.astype(np.float32) for a in arrays))
+    ours = jax.jit(partial(derivatives, own))(*arrays)
     with jax.enable_x64(True):
-        theirs = jax.jit(partial(derivatives, reference))(*arrays)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * abs(np.asarray(b)).max())
-
-
-def test_jacobians_of_both_modes_agree() -> None:
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.normal(size=(2, 4, 5, 2)), jnp.float32)
-    kernel = jnp.asarray(rng.normal(size=(3, 3, 2, 18)), jnp.float32)
-    forward, reverse = (jax.jit(jacobian(partial(layers.conv, x)))(kernel) for jacobian in (jax.jacfwd, jax.jacrev))
-    np.testing.assert_allclose(forward, reverse, rtol=1e-6)
+        theirs = jax.jit(partial(derivatives, reference))(*(a.astype(float) for a in arrays))
+    assert_close(ours, theirs, 1e-4, 1e-5)
 
 
 def test_derivatives_on_a_cpu_use_no_grouped_convolution() -> None:

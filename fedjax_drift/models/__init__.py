@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -23,41 +23,9 @@ from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.models.networks import CNN, DIN, MLP, LigandAndTarget, MeanOfTokens, Projected, ResNet18, SimpleCNN
 from fedjax_drift.models.pretrained import load, load_params, save, save_params
 from fedjax_drift.models.torch_layout import to_torch
-from fedjax_drift.models.transformers import Decoder, Encoder, ViT
+from fedjax_drift.models.transformers import Blocks, Decoder, Encoder, ViT
 from fedjax_drift.recipes import recorded
 from fedjax_drift.spec import Count, Fix, Flag, Fraction, Shape, checked
-
-__all__ = [
-    "MODELS",
-    "cifar_cnn",
-    "cosine_logits",
-    "decoder",
-    "din",
-    "drug_target",
-    "emnist_cnn",
-    "emnist_nn",
-    "encoder",
-    "fedadc_cnn",
-    "lenet5",
-    "linear",
-    "load",
-    "load_params",
-    "lora",
-    "merge",
-    "mnist_2nn",
-    "mnist_cnn",
-    "names",
-    "resnet18",
-    "save",
-    "save_params",
-    "simple_cnn",
-    "simple_fl_lenet",
-    "text_classifier",
-    "trainable",
-    "to_torch",
-    "vit",
-]
-
 
 Classes = Annotated[int, spec.integer(1, 2**31 - 1)]
 Vocabulary = Annotated[int, spec.integer(2)]
@@ -261,6 +229,13 @@ def drug_target(
     return _model(network, (ligand + 1000,), input_dtype=jnp.int32, vocabulary=vocabulary)
 
 
+class _Flags(TypedDict, total=False):
+    """The last arguments of `vit` and `encoder`."""
+
+    cosine: Flag
+    remat: Flag
+
+
 @checked
 def vit(
     num_classes: Classes = 10,
@@ -270,8 +245,7 @@ def vit(
     depth: Count = 6,
     heads: Count = 3,
     dropout: Fraction = 0.0,
-    cosine: Flag = False,
-    remat: Flag = False,
+    **flags: Unpack[_Flags],
 ) -> Model:
     """A vision transformer (Dosovitskiy et al., ICLR 2021) with pre-norm blocks and a class token.
 
@@ -300,8 +274,8 @@ def vit(
             f"{patch} for {sides[0]}x{sides[1]}",
             f"use patch={math.gcd(*sides)}, or a divisor of it",
         )
-    blocks = {"image": input_shape, "patch": patch} | _blocks(width, depth, heads, dropout, remat)
-    return _transformer(ViT, input_shape, **blocks, num_classes=num_classes, cosine=cosine)
+    blocks = {"image": input_shape, "patch": patch} | _blocks(width, depth, heads, dropout)
+    return _transformer(ViT, input_shape, **blocks, num_classes=num_classes, **flags)
 
 
 @checked
@@ -314,8 +288,7 @@ def encoder(
     heads: Count = 2,
     dropout: Fraction = 0.0,
     bert: Flag = False,
-    cosine: Flag = False,
-    remat: Flag = False,
+    **flags: Unpack[_Flags],
 ) -> Model:
     """A transformer that classifies texts. An example has token ids in 0..vocabulary-1, where 0 is padding.
 
@@ -334,9 +307,9 @@ def encoder(
     Raises:
       ValueError: ``heads`` does not divide ``width``.
     """
-    blocks = {"bert": bert} | _blocks(width, depth, heads, dropout, remat)
-    options = {"num_classes": num_classes, "cosine": cosine, "vocabulary": vocabulary, "length": length}
-    return _transformer(Encoder, (length,), **blocks, **options)
+    blocks = {"bert": bert} | _blocks(width, depth, heads, dropout)
+    options = {"num_classes": num_classes, "vocabulary": vocabulary, "length": length}
+    return _transformer(Encoder, (length,), **blocks, **options, **flags)
 
 
 @checked
@@ -362,21 +335,24 @@ def decoder(
     Raises:
       ValueError: ``heads`` does not divide ``width``.
     """
-    blocks = _blocks(width, depth, heads, dropout, remat)
-    return _transformer(Decoder, (length,), **blocks, vocabulary=vocabulary, length=length)
+    blocks = _blocks(width, depth, heads, dropout)
+    return _transformer(Decoder, (length,), **blocks, remat=remat, vocabulary=vocabulary, length=length)
 
 
-def _blocks(width: int, depth: int, heads: int, dropout: float, remat: bool) -> dict[str, Any]:
+def _blocks(width: int, depth: int, heads: int, dropout: float) -> dict[str, Any]:
     """The options that all transformers have."""
     if width % heads:
         checks.refuse("heads must divide width", f"{heads} for width={width}", "use heads=1, for example")
-    return {"width": width, "depth": depth, "heads": heads, "dropout": dropout, "remat": remat}
+    return {"width": width, "depth": depth, "heads": heads, "dropout": dropout}
 
 
 @recorded
 def _transformer(network: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
     input_dtype = jnp.float32 if len(input_shape) == 3 else jnp.int32
-    model = Model.from_nnx(lambda rngs: network(**options, rngs=rngs), input_shape, input_dtype=input_dtype)
+    blocks = Blocks(**{name: options[name] for name in Blocks._fields})
+    others = {name: value for name, value in options.items() if name not in Blocks._fields}
+    make = lambda rngs: network(**others, blocks=blocks, rngs=rngs)  # noqa: E731
+    model = Model.from_nnx(make, input_shape, input_dtype=input_dtype)
     return model._replace(cosine=options.get("cosine", False), vocabulary=options.get("vocabulary"))
 
 
@@ -387,23 +363,11 @@ def _model(network: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
 
 
 MODELS: dict[str, Any] = {
-    "linear": linear,
-    "mnist_2nn": mnist_2nn,
-    "emnist_nn": emnist_nn,
-    "cifar_cnn": cifar_cnn,
-    "mnist_cnn": mnist_cnn,
-    "lenet5": lenet5,
-    "simple_fl_lenet": simple_fl_lenet,
-    "fedadc_cnn": fedadc_cnn,
-    "emnist_cnn": emnist_cnn,
-    "simple_cnn": simple_cnn,
-    "resnet18": resnet18,
-    "din": din,
-    "text_classifier": text_classifier,
-    "drug_target": drug_target,
-    "vit": vit,
-    "encoder": encoder,
-    "decoder": decoder,
+    make.__name__: make
+    for make in (
+        *(linear, mnist_2nn, emnist_nn, cifar_cnn, mnist_cnn, lenet5, simple_fl_lenet, fedadc_cnn, emnist_cnn),
+        *(simple_cnn, resnet18, din, text_classifier, drug_target, vit, encoder, decoder),
+    )
 }
 
 TRAINED: dict[str, Any] = {"lora": lora, "trainable": trainable}  # functions of a model that train a part of it
@@ -414,4 +378,6 @@ def num_parameters(model: Model) -> int:
     return tree.size(jax.eval_shape(lambda: model.init(jax.random.key(0))))
 
 
+__all__ = ["MODELS", "cosine_logits", "load", "load_params", "lora", "merge", "names", "save", "save_params"]
+__all__ += ["to_torch", "trainable", *MODELS]
 __dir__ = __all__.copy

@@ -26,7 +26,17 @@ from fedjax_drift.models.layers import (
 )
 
 
-class MLP(nn.Module):
+class Classified(nn.Module):
+    """A network with a method ``features`` and a last layer ``classifier``."""
+
+    def head(self, features: jax.Array) -> jax.Array:
+        return self.classifier(features)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.features(x))
+
+
+class MLP(Classified):
     """Dense layers with ReLU between them."""
 
     hidden: tuple[int, ...]
@@ -44,14 +54,8 @@ class MLP(nn.Module):
             x = nn.relu(layer(x))
         return x
 
-    def head(self, features: jax.Array) -> jax.Array:
-        return self.classifier(features)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.head(self.features(x))
-
-
-class CNN(nn.Module):
+class CNN(Classified):
     """Convolutions with max-pooling and ReLU, then dense layers with ReLU, then the classifier."""
 
     convolutions: tuple[tuple[int, int, Padding, int], ...]  # (filters, kernel size, padding, pooling window or 1)
@@ -76,14 +80,11 @@ class CNN(nn.Module):
             x = self.drop_hidden(nn.relu(dense(x)), deterministic=not train)
         return x
 
-    def head(self, features: jax.Array) -> jax.Array:
-        return self.classifier(features)
-
     def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
         return self.head(self.features(x, train))
 
 
-class SimpleCNN(nn.Module):
+class SimpleCNN(Classified):
     """MOON's simple CNN. The features are the output of the projection head, which is the input of the classifier."""
 
     num_classes: int
@@ -112,12 +113,6 @@ class SimpleCNN(nn.Module):
             x = out(nn.relu(hidden(x)))
         return x
 
-    def head(self, features: jax.Array) -> jax.Array:
-        return self.classifier(features)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.head(self.features(x))
-
 
 class Block(nn.Module):
     """ResNet's basic block: two 3x3 convolutions and a shortcut, on [C, H, W, B]."""
@@ -134,7 +129,7 @@ class Block(nn.Module):
         return nn.relu(x + y)
 
 
-class ResNet18(nn.Module):
+class ResNet18(Classified):
     """Four stages of two blocks with 64 to 512 channels, then the mean over the positions, then the classifier."""
 
     num_classes: int
@@ -155,12 +150,6 @@ class ResNet18(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x.mean((1, 2)).T
-
-    def head(self, features: jax.Array) -> jax.Array:
-        return self.classifier(features)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.head(self.features(x))
 
 
 class DIN(nn.Module):
@@ -251,7 +240,7 @@ class SequenceCNN(nn.Module):
         return x.max((1, 2)).T
 
 
-class Projected(nn.Module):
+class Projected(Classified):
     """An encoder, MOON's projection head and a classifier. The features are the output of the projection head."""
 
     encoder: nn.Module
@@ -268,9 +257,3 @@ class Projected(nn.Module):
     def features(self, x: jax.Array) -> jax.Array:
         hidden, out = self.projector
         return out(nn.relu(hidden(self.extractor(x))))
-
-    def head(self, features: jax.Array) -> jax.Array:
-        return self.classifier(features)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.head(self.features(x))

@@ -11,7 +11,7 @@ Axis letters: B examples, T positions, W width, H heads.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,26 @@ def dense(inputs: int, outputs: int, rngs: nnx.Rngs, use_bias: bool = True) -> n
 
 def norm(width: int, epsilon: float, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(width, epsilon=epsilon, use_fast_variance=False, rngs=rngs)
+
+
+class Blocks(NamedTuple):
+    """The sizes and options that the blocks of all three networks have."""
+
+    width: int
+    depth: int
+    heads: int
+    dropout: float
+    remat: bool  # the backward pass computes each block again
+
+    def stacked(self, epsilon: float, rngs: nnx.Rngs, **options: bool) -> tuple[nnx.Dropout, Block]:
+        """The dropout of the embeddings, and the blocks as one `Block`, whose parameters have a first axis [depth]."""
+
+        @nnx.split_rngs(splits=self.depth)
+        @nnx.vmap
+        def create(rngs: nnx.Rngs) -> Block:
+            return Block(self.width, self.heads, self.dropout, epsilon, **options, rngs=rngs)
+
+        return nnx.Dropout(self.dropout, rngs=rngs if self.dropout else None), create(rngs)
 
 
 class Attention(nnx.Module):
@@ -86,17 +106,6 @@ class Block(nnx.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)), rngs=keys[1])
 
 
-def stack(depth: int, rngs: nnx.Rngs, *args: Any, **options: Any) -> Block:
-    """Creates ``depth`` blocks as one `Block`, whose parameters have a first axis of this length."""
-
-    @nnx.split_rngs(splits=depth)
-    @nnx.vmap
-    def create(rngs: nnx.Rngs) -> Block:
-        return Block(*args, **options, rngs=rngs)
-
-    return create(rngs)
-
-
 def run(blocks: Block, x: jax.Array, mask: jax.Array | None, dropout: nnx.Dropout, remat: bool) -> jax.Array:
     """Drops out entries of x, and applies the stacked blocks. ``remat``: the backward pass computes a block again."""
     graph, params = nnx.split(blocks)
@@ -122,7 +131,20 @@ class Head(nnx.Module):
         return cosine_logits(features, self.dense.kernel[...]) if self.cosine else self.dense(features)
 
 
-class ViT(nnx.Module):
+class Classified(nnx.Module):
+    """A network with a method ``features`` and a last layer ``classifier``."""
+
+    features: Any
+    classifier: Head
+
+    def head(self, features: jax.Array) -> jax.Array:
+        return self.classifier(features)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.head(self.features(x))
+
+
+class ViT(Classified):
     """A vision transformer: patches, a class token, learned positions, blocks, and a classifier on the class token."""
 
     def __init__(
@@ -130,21 +152,16 @@ class ViT(nnx.Module):
         num_classes: int,
         image: tuple[int, int, int],  # height, width, channels
         patch: int,
-        width: int,
-        depth: int,
-        heads: int,
-        dropout: float,
         cosine: bool,
-        remat: bool,
+        blocks: Blocks,
         rngs: nnx.Rngs,
     ):
-        self.patch, self.remat = patch, remat
+        self.patch, self.remat, width = patch, blocks.remat, blocks.width
         positions = 1 + (image[0] // patch) * (image[1] // patch)
         self.patches = dense(patch * patch * image[2], width, rngs)
         self.class_token = nnx.Param(TABLE(rngs.params(), (width,)))
         self.positions = nnx.Param(TABLE(rngs.params(), (positions, width)))
-        self.dropout = nnx.Dropout(dropout, rngs=rngs if dropout else None)
-        self.blocks = stack(depth, rngs, width, heads, dropout, 1e-12)
+        self.dropout, self.blocks = blocks.stacked(1e-12, rngs)
         self.norm = norm(width, 1e-12, rngs)
         self.classifier = Head(width, num_classes, cosine, rngs)
 
@@ -158,12 +175,6 @@ class ViT(nnx.Module):
         x = run(self.blocks, x + self.positions[...][None], None, self.dropout, self.remat)
         return self.norm(x[:, 0])
 
-    def head(self, features: jax.Array) -> jax.Array:
-        return self.classifier(features)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.head(self.features(x))
-
 
 def embed(ids: jax.Array, tokens: nnx.Param, positions: nnx.Param) -> jax.Array:
     """int [B, T] -> [B, T, W], the sums of token and position embeddings. An id that is not in the table gives NaN."""
@@ -171,7 +182,7 @@ def embed(ids: jax.Array, tokens: nnx.Param, positions: nnx.Param) -> jax.Array:
     return rows + positions[: ids.shape[1]][None]
 
 
-class Encoder(nnx.Module):
+class Encoder(Classified):
     """A classifier of token ids [B, T], in which id 0 is padding.
 
     The features are the mean of the outputs at the tokens. With ``bert`` the blocks have post-norm, and the features
@@ -185,20 +196,15 @@ class Encoder(nnx.Module):
         num_classes: int,
         vocabulary: int,
         length: int,
-        width: int,
-        depth: int,
-        heads: int,
-        dropout: float,
         bert: bool,
         cosine: bool,
-        remat: bool,
+        blocks: Blocks,
         rngs: nnx.Rngs,
     ):
-        self.bert, self.remat = bert, remat
+        self.bert, self.remat, width = bert, blocks.remat, blocks.width
         self.tokens = nnx.Param(TABLE(rngs.params(), (vocabulary, width)))
         self.positions = nnx.Param(TABLE(rngs.params(), (length, width)))
-        self.dropout = nnx.Dropout(dropout, rngs=rngs if dropout else None)
-        self.blocks = stack(depth, rngs, width, heads, dropout, 1e-12, post_norm=bert)
+        self.dropout, self.blocks = blocks.stacked(1e-12, rngs, post_norm=bert)
         self.norm = norm(width, 1e-12, rngs)  # of the embeddings with ``bert``, otherwise of the last block's output
         if bert:
             self.pooler = dense(width, width, rngs)
@@ -214,12 +220,6 @@ class Encoder(nnx.Module):
         weights = mask / jnp.maximum(mask.sum(1, keepdims=True), 1)
         return jnp.einsum("btw,bt->bw", x, weights.astype(x.dtype))
 
-    def head(self, features: jax.Array) -> jax.Array:
-        return self.classifier(features)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.head(self.features(x))
-
 
 class Decoder(nnx.Module):
     """A language model: token ids [B, T] -> logits [B, T, vocabulary] of the next tokens. Its architecture is GPT-2's.
@@ -229,22 +229,11 @@ class Decoder(nnx.Module):
 
     output_axes = OF_TABLES
 
-    def __init__(
-        self,
-        vocabulary: int,
-        length: int,
-        width: int,
-        depth: int,
-        heads: int,
-        dropout: float,
-        remat: bool,
-        rngs: nnx.Rngs,
-    ):
-        self.remat = remat
+    def __init__(self, vocabulary: int, length: int, blocks: Blocks, rngs: nnx.Rngs):
+        self.remat, width = blocks.remat, blocks.width
         self.tokens = nnx.Param(TABLE(rngs.params(), (vocabulary, width)))
         self.positions = nnx.Param(TABLE(rngs.params(), (length, width)))
-        self.dropout = nnx.Dropout(dropout, rngs=rngs if dropout else None)
-        self.blocks = stack(depth, rngs, width, heads, dropout, 1e-5, causal=True, tanh_gelu=True)
+        self.dropout, self.blocks = blocks.stacked(1e-5, rngs, causal=True, tanh_gelu=True)
         self.norm = norm(width, 1e-5, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
