@@ -48,7 +48,8 @@ TABLE: dict[str, Callable[..., Any]] = {
 SHAPES: list[tuple[int, ...]] = [(), (1,), (4,), (2, 3), (3, 1), (2, 1, 3)]
 # The entries of these are those of the operations that have them in their decomposition. The last are never in a graph.
 INSIDE = {*"nll_loss nll_loss2d nll_loss_forward nll_loss2d_forward _pad_circular _weight_norm_interface".split()}
-INSIDE |= {"_pad_enum", "empty_permuted", "tensordot", *("_fft_c2c", "_fft_c2r", "_fft_r2c")}
+INSIDE |= {"empty_permuted", *"_fft_c2c _fft_c2r _fft_r2c _pad_enum atleast_1d atleast_2d atleast_3d".split()}
+INSIDE |= {"_unsafe_index", "_unsafe_index_put", "diagonal_copy", "tensordot"}
 INSIDE |= {f"{name}.correction" for name in ("std", "std_mean", "var", "var_mean")}
 INSIDE |= {*"broadcast_to chunk contiguous expand_as flatten lift_fresh_copy meshgrid movedim narrow numel".split()}
 INSIDE |= {*"reshape reshape_as to unflatten unsafe_chunk view_as".split()}
@@ -751,7 +752,7 @@ def decomposed(name: str, drawn: Call) -> Callable[..., Any]:
     outputs = next(node for node in program.graph.nodes if node.op == "output").args[0]
 
     def function(*arguments: Any, **options: Any) -> list[Any]:
-        given = [x for x in jax.tree.leaves((arguments, options)) if hasattr(x, "shape")]
+        given = [x for x in jax.tree.leaves((arguments, options)) if isinstance(x, jax.Array)]
         known = values | dict(zip(inputs, given, strict=True))
         for node in nodes:
             known[node.name] = run._call(node, known, Mode())

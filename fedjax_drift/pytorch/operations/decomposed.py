@@ -15,9 +15,9 @@ DECOMPOSED = frozenset(
     empty_like eye linspace new_empty new_full new_ones new_zeros one_hot ones ones_like zeros zeros_like
     broadcast_tensors broadcast_to channel_shuffle chunk col2im column_stack concat dstack expand_as flatten glu hstack
     im2col meshgrid movedim narrow numel pad pixel_shuffle pixel_unshuffle reshape reshape_as tile unflatten
-    unsafe_chunk view_as vstack
+    unsafe_chunk view_as vstack atleast_1d atleast_2d atleast_3d
     affine_grid_generator diag diag_embed fliplr flipud index_add index_copy index_fill rot90 select_scatter take
-    take_along_dim trace
+    take_along_dim trace diagonal_copy
     _weight_norm aminmax argsort count_nonzero diff msort nanmean nansum norm std std_mean var var_mean
     addr baddbmm block_diag chain_matmul cross inner inverse kron linalg_matrix_norm linalg_matrix_power
     linalg_multi_dot linalg_norm linalg_vecdot outer pairwise_distance tensordot vdot

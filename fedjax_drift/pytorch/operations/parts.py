@@ -182,6 +182,8 @@ def diagonal(x: Array, offset: int = 0, dim: int = 0, other: int = 1) -> Array:
 
 
 ARRAYS: dict[str, Callable[..., Any]] = {
+    "_unsafe_index": index,
+    "_unsafe_index_put": index_put,
     "bucketize": bucketize,
     "copy": copy,
     "diagonal": diagonal,
