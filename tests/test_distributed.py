@@ -73,7 +73,7 @@ def test_two_processes_with_two_devices_agree_with_one_process(tmp_path) -> None
     for name, source in SOURCES.items():
         other = simulate(rows(), shard_data=False, **source)
         assert_close(one[name], outcome(other, *other.run(other.init(jax.random.key(0)), ROUNDS, 2, progress=False)))
-    assert one["cohort"] == [4, 11, 2]
+    assert one["cohort"] == [4, 11, 2] and one["saved"] == [1, 3]
     team = adapted(rows())
     alone = outcome(team, *team.run(team.init(jax.random.key(0)), 2, 0, progress=False))
     assert_close(one["teams of 2"], alone)

@@ -8,6 +8,8 @@ imports this module, too, to compare the results with those of a single process.
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
 import os
 import signal
@@ -22,6 +24,7 @@ from small import forgetting
 
 import fedjax_drift as fd
 from fedjax_drift.round import exchange
+from fedjax_drift.storage import array_files
 
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2  # 20 clients of different sizes
 ROUNDS, ASKED_AT = 6, 3
@@ -78,6 +81,22 @@ def own_rows_only(data: fd.FederatedData, devices: int, folder: Path) -> fd.Fede
     return fd.FederatedData(*mapped, data.sizes, data.x_test, data.y_test)
 
 
+def saved_rounds(sim: fd.Simulation, folder: Path, fails: bool) -> list[int]:
+    """The checkpoints of three rounds. In one process, the disk is full when the second one is written."""
+    write, number = array_files.write, itertools.count(1)
+
+    def full(where: Path, parts: list) -> None:
+        if next(number) == 2 and fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(where, parts)
+
+    array_files.write = full
+    checkpoints = fd.Checkpoints(folder / "saved", every=1, best=None)
+    sim.run(sim.init(jax.random.key(0)), 3, 0, progress=False, checkpoints=checkpoints)
+    array_files.write = write
+    return checkpoints.rounds
+
+
 def refused(call) -> str:
     try:
         call()
@@ -110,6 +129,7 @@ def main() -> None:
     state, history = sim.run(sim.init(key), 10_000, 0, progress=False, on_round=on_round)
     found["interrupted"] = [int(state.round), len(history)]
 
+    found["saved"] = saved_rounds(sim, folder, i == P - 1)
     alone = simulate(data, mesh=fd.clients_mesh(jax.local_devices()[:1]))
     found["alone"] = outcome(alone, *alone.run(alone.init(key), 2, 0, progress=False))
     found["folder"] = refused(lambda: simulate(data, bank=str(folder / "bank")))
