@@ -213,8 +213,6 @@ def test_auto_shards_only_what_does_not_fit_on_one_device(monkeypatch) -> None:
     assert rows_are(2 * need - 2) == rows_are(need) == rows_are(1, stream=False) == "parts"
     assert rows_are(need - 2) == rows_are(need, shard_data=False) == rows_are(need, data.redealt()) == "host"
     assert rows_are(1, shard_data=False, stream=False) == "devices"
-    with pytest.raises(ValueError, match="shard_data=False"):
-        simulate(data, shard_data=True, bank="device").sweep(1, [0])
     for options, message in [
         ({"shard_data": True, "stream": True}, "choose one"),
         ({"shard_data": "yes"}, "shard_data must be True or False"),
