@@ -208,14 +208,12 @@ def _is_run(item: Any) -> bool:
 
 def _kind(items: Sequence[Any]) -> str:
     """The common kind of all items: "record", "run" or "history". "empty" without items, otherwise ""."""
-    for kind, is_one in (
-        ("record", lambda item: isinstance(item, Mapping)),
-        ("run", _is_run),
-        ("history", lambda item: isinstance(item, Sequence) and _kind(item) in ("record", "empty")),
-    ):
-        if items and all(map(is_one, items)):
-            return kind
-    return "" if items else "empty"
+
+    def is_history(item: Any) -> bool:  # a text is a sequence of texts
+        return isinstance(item, Sequence) and not isinstance(item, str) and _kind(item) in ("record", "empty")
+
+    kinds = {"record": lambda item: isinstance(item, Mapping), "run": _is_run, "history": is_history}
+    return next((kind for kind, is_one in kinds.items() if all(map(is_one, items))), "") if items else "empty"
 
 
 def _by_setting(runs: Sequence[Any]) -> dict[str, Seeds]:

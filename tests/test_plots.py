@@ -469,6 +469,7 @@ WRONG = [
     (plots.curves, {"records": [swept("fedavg")[0], {"round": 1}]}, "records must be a history, .* got a list of Run"),
     (plots.curves, {"records": {"A": [Path("a")]}},
      r"records\['A'\] must be .* got a list of PosixPath: .* {name: fd.logs.read.path.}"),
+    (plots.curves, {"records": ["a"]}, "records must be .* got a list of str"),
     (plots.curves, {"records": (STATE, RUN)}, "records must be a history.*got a tuple of "),
     (plots.curves, {"records": 3}, "records must be a history.*got an int"),
     *((function, {"records": records, "target": target}, said)
