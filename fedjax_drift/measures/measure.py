@@ -290,7 +290,7 @@ def observer(engine: Engine, measures: tuple[Measure, ...], cohort: jax.Array | 
     places = -(-K // (num_teams(engine.mesh) * engine.lanes)) * engine.lanes  # on each device
     return Observer(
         before=partial(tested, engine, measures),
-        update=partial(update_and_measure, engine, measures, places),
+        train=partial(update_and_measure, engine, measures, places),
         after=partial(of_round, engine, measures),
     )
 

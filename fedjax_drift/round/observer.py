@@ -15,18 +15,18 @@ Task = Callable[[Shared, Client, PyTree, Work], tuple[ClientResult, PyTree, PyTr
 
 
 class Observer(NamedTuple):
-    """What a round measures of its own training (`measures.drift`). This does not change the result of the round.
+    """How a round trains its clients, and what it measures meanwhile (`measures.drift`). The measures do not change the
+    result of the round. Without measures, `train` is `train.update`.
 
     before: ``before(assigned, arrays)`` returns values that are the same for all clients, for `Shared.extra`.
-    update: ``update(shared, client, old, work) -> (result, terms, measured)`` trains one client, as `train.update`
-      does.
+    train: ``train(shared, client, old, work) -> (result, terms, measured)`` trains one client, as `train.update` does.
     after: ``after(assigned, states, sums, measured)`` returns the measures. assigned: with the values of ``before`` in
       `Shared.extra`. states: `ServerState.clients` before the round. sums: of the terms over the clients. measured: the
       values of each client, leaves [D, G, L, ...].
     """
 
     before: Callable[[Assignment, Arrays], PyTree]
-    update: Task
+    train: Task
     after: Callable[[Assignment, PyTree, PyTree, PyTree], Metrics]
 
 
@@ -34,6 +34,6 @@ def unobserved(engine: Engine) -> Observer:
     """Measures nothing."""
     return Observer(
         before=lambda assigned, arrays: (),
-        update=lambda shared, client, old, work: (update(engine, shared, client, old, work), (), ()),
+        train=lambda shared, client, old, work: (update(engine, shared, client, old, work), (), ()),
         after=lambda assigned, states, added, kept: {},
     )

@@ -47,7 +47,7 @@ def survey(engine: Engine, state: ServerState, arrays: Arrays, assigned: Assignm
 def phase(
     engine: Engine, state: ServerState, arrays: Arrays, assigned: Assignment, task: Task, survey: bool = False
 ) -> Phase:
-    """Runs a phase. task: what each client does, as `Observer.update`. survey: whether it is the first of two."""
+    """Runs a phase. task: what each client does, as `Observer.train`. survey: whether it is the first of two."""
     sources, shared = engine.sources, assigned.shared
     *inner, rule = [source for source in sources if source.send is not None]
 

@@ -3,13 +3,15 @@
 assign    the sources of drift select the cohort [K], which is assigned to D devices, with G groups of L clients
                                                                                   sources.py, cohort.py, places.py
 survey    the mean of a first message of each client, for Mime                    phase.py
-phase     in a scan over the groups:                                              phase.py, train.py
+phase     in a scan over the groups (train.over_clients):                         phase.py, train.py
   fetch     the client states of a group, [N, ...] -> [L, ...]                    client_states.py
-  train     the L clients of the group side by side (vmap)                        train.py
+  receive   the sources of drift see what a client starts with                    train.py, sources.py
+  train     the L clients of the group side by side (vmap): client_update         train.py, observer.py
+  check     which updates are finite; the sources of drift weigh them             train.py
   send      the sources of drift see each message                                 sources.py
   store     the new client states, [L, ...] -> [N, ...]                           client_states.py
   sum       adds weight * message to a running sum, then one psum over the devices
-  combine   the mean of the messages: sum / total weight, or another rule         sources.py
+combine   the mean of the messages: sum / total weight, or another rule           phase.py, sources.py
 update    server_update(server, mean, context)                                    server.py
 after     the sources of drift see the new state                                  sources.py
 """
@@ -61,7 +63,7 @@ def observed_round(
     if first is not None:
         assigned = assigned._replace(shared=assigned.shared._replace(surveyed=first.received.total))
     shared = assigned.shared._replace(extra=observer.before(assigned, arrays))
-    trained = phase(engine, state, arrays, assigned._replace(shared=shared), observer.update)
+    trained = phase(engine, state, arrays, assigned._replace(shared=shared), observer.train)
     outcome = trained.outcome
     if first is not None:
         outcome["bits"] += first.outcome["bits"]
