@@ -309,7 +309,7 @@ class Simulation:
         Raises:
           ValueError: the folder cannot be written, is in use or belongs to another run.
           OSError: the end of the run could not be saved. (If an earlier save fails, there is only a warning.)
-          The errors of `round_fn`.
+          Exception: those of `round_fn`.
         """
         asked = Asked(rounds, eval_every, measure_every, progress, until)
         return run_alone(self.executor, lambda: self.specification, state, asked, on_round, checkpoints, cohort)
