@@ -218,14 +218,21 @@ class Declared:
     @functools.cached_property
     def signature(self) -> inspect.Signature:
         """With a parameter for each field of ``**flags: Unpack[...]``, which is False by default."""
-        signature = inspect.signature(self.of)
-        *parameters, last = signature.parameters.values() or (None,)
-        if last is None or (last.name, last.kind) != ("flags", inspect.Parameter.VAR_KEYWORD):
+        signature, (packed, kinds) = inspect.signature(self.of), self._packed
+        if packed != "flags":
             return signature
-        (flags,) = get_args(_evaluated(last.annotation, _names(self.of)))
-        kinds = get_type_hints(flags, include_extras=True).items()
-        added = [inspect.Parameter(name, KEYWORD_ONLY, default=False, annotation=kind) for name, kind in kinds]
+        parameters = [parameter for name, parameter in signature.parameters.items() if name != packed]
+        added = [inspect.Parameter(name, KEYWORD_ONLY, default=False, annotation=kind) for name, kind in kinds.items()]
         return signature.replace(parameters=[*parameters, *added])
+
+    @functools.cached_property
+    def _packed(self) -> tuple[str, dict[str, Any]]:
+        """The name of a parameter ``**options: Unpack[...]``, and its fields with their annotations. "" without one."""
+        *_, last = inspect.signature(self.of).parameters.values() or (None,)
+        if last is None or last.kind is not inspect.Parameter.VAR_KEYWORD:
+            return "", {}
+        fields = get_args(_evaluated(last.annotation, _names(self.of)))
+        return (last.name, get_type_hints(fields[0], include_extras=True)) if fields else ("", {})
 
     @functools.cached_property
     def arguments(self) -> dict[str, Argument]:
@@ -247,6 +254,10 @@ class Declared:
             if self.signature == inspect.signature(self.of):
                 self.of(*args, **kwargs)  # raises Python's own error, which names the function
             raise TypeError(f"{self.of.__name__}() {error}") from None
+        packed, fields = self._packed
+        if unknown := [name for name in bound.arguments.get(packed, ()) if name not in fields]:
+            fix = checks.nearest(unknown[0], [*self.signature.parameters, *fields])
+            raise TypeError(f"{self.of.__name__}() got an unexpected keyword argument {unknown[0]!r}{fix}")
         bound.apply_defaults()
         return bound.arguments
 

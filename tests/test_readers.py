@@ -370,6 +370,11 @@ def test_pandas_errors_name_the_column(pd, column, options, message) -> None:
         fd.data.from_pandas(frame.rename(columns={"a": 0}), x=[0], y="label", client="who")
 
 
+def test_a_wrong_keyword_is_refused_before_a_frame_is_read(pd) -> None:
+    with pytest.raises(TypeError, match=r"from_pandas\(\) .* keyword argument 'nmae': did you mean 'name'"):
+        fd.data.from_pandas(pd.DataFrame(), "no column", "y", nmae="mine")
+
+
 def test_integers_of_a_frame_do_not_wrap_around(pd) -> None:
     ids = np.array([2**64 - 1, 7, 2**63 + 1, 7], np.uint64)
     frame = pd.DataFrame({"id": ids, "big": ids // 4, "y": [0, 1, 0, 1]})
