@@ -8,6 +8,7 @@ prints what differs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -36,6 +37,7 @@ def source(table: str, setting: str) -> tuple[str, str, dict[str, Any]]:
     return table, setting, TABLES[table].get("common", {}) | base | spec
 
 
+@functools.cache
 def read(table: str, setting: str, method: str) -> dict[int, Run]:
     """The runs of a cell by seed."""
     names = [re.sub(r"[^A-Za-z0-9.()=-]+", "-", name).strip("-") for name in (setting, method)]
@@ -187,6 +189,7 @@ def answer(entry: dict[str, Any], worse: str, setting: str) -> Answer | None:
     return (text, "holds", max(found[2], harm[2])) if harm and harm[1] == "holds" else (text, "open", 1.0)
 
 
+@functools.cache
 def answers() -> list[tuple[dict[str, Any], str, dict[str, Answer | None]]]:
     """All claims with their answers after Holm's correction: a difference that is not significant is open."""
     claims = [

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from jax.flatten_util import ravel_pytree
-from small import federate, quadratics
+from small import federate, quadratics, thorough
 
 import fedjax_drift as fd
 from fedjax_drift.algorithms import ALGORITHMS
@@ -33,7 +33,12 @@ def small(factory):
     return factory(**dict.fromkeys(required, 0.1), **({"weight_decay": 0.0} if "weight_decay" in parameters else {}))
 
 
-@pytest.fixture(scope="module", params=list(ALGORITHMS))
+# One algorithm of each kind, and those that have no case for the core in test_trajectories.py.
+CORE = ("fedavg", "scaffold", "vrl_sgd", "fedeve", "fedgvr", "mime", "moon", "fedsol", "ditto", "perfedavg", "ifca")
+CORE += ("partly_shared", "fedper", "fedrep", "fedbabu", "lg_fedavg", "fedbn")
+
+
+@pytest.fixture(scope="module", params=[name if name in CORE else thorough(name) for name in ALGORITHMS])
 def simulation(request) -> fd.Simulation:
     return contract_simulation(small(ALGORITHMS[request.param]))
 

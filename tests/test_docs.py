@@ -29,9 +29,9 @@ from fedjax_drift.cli.commands import parse
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-LONG = {  # pages whose examples take 8 s or more
+LONG = {  # pages whose examples take 4 s or more, except the first page
     "monitoring.md", "models.md", "scale.md", "getting_started.md", "sources_of_drift.md", "concepts.md",
-    "algorithms.md",
+    "algorithms.md", "language_models.md", "command_line.md",
 }  # fmt: skip
 BLOCK = re.compile(r"(?:<!-- needs: (\w+) -->\n+)?```python\n(.*?)```", re.DOTALL)
 
@@ -175,6 +175,9 @@ def test_the_algorithms_page_lists_every_factory_with_its_state() -> None:
     assert [name for name, *_ in rows] == list(ALGORITHMS)
     assert fd.algorithms.__all__ == ["ALGORITHMS", *ALGORITHMS]
     given = {"mu": 0.1, "alpha": 0.1, "beta": 0.9, "server_lr": 0.1}
+    models = {"lenet5": fd.models.lenet5(62), "cosine": fd.models.lenet5(62, cosine=True)}
+    models["resnet18"] = fd.models.resnet18()
+    shapes = {name: jax.eval_shape(model.init, jax.random.key(0)) for name, model in models.items()}
 
     def size(tree) -> int:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
@@ -183,11 +186,9 @@ def test_the_algorithms_page_lists_every_factory_with_its_state() -> None:
         factory = ALGORITHMS[name]
         needed = [key for key, p in inspect.signature(factory).parameters.items() if p.default is p.empty]
         algorithm = factory(**{key: given[key] for key in needed})
-        model = fd.models.lenet5(num_classes=62, cosine=algorithm.requires.cosine)
         own = inspect.signature(factory).parameters.get("personal")
-        if own is not None and "norm" in own.default:  # LeNet-5 has no normalisation layer
-            model = fd.models.resnet18()
-        params = jax.eval_shape(model.init, jax.random.key(0))
+        has_norm = own is not None and "norm" in own.default  # LeNet-5 has no normalisation layer
+        params = shapes["resnet18" if has_norm else "cosine" if algorithm.requires.cosine else "lenet5"]
         client, server = (jax.eval_shape(init, params) for init in (algorithm.init_client, algorithm.init_server))
         assert client_bytes == f"{size(client):,}", name
         assert int(server_models) == size(server) // size(params), name

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import assert_close, rounds
+from small import assert_close, rounds, thorough
 from test_engine import CLASSES, FEATURES, SIZES, data  # noqa: F401
 
 import fedjax_drift as fd
@@ -47,7 +47,7 @@ def test_a_round_with_dropout_equals_a_round_of_the_clients_that_report(data) ->
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[gone], b[gone]), failed.clients, start.clients)
 
 
-@pytest.mark.parametrize("placed", [{}, {"stream": True, "lanes": 2}], ids=["here", "streamed"])
+@pytest.mark.parametrize("placed", [{}, thorough({"stream": True, "lanes": 2})], ids=["here", "streamed"])
 def test_metrics_of_clients_that_do_not_report_are_0(data, placed) -> None:  # noqa: F811
     base = fd.algorithms.scaffold()
 

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import federate, models_after, quadratics, states_after, thorough
+from small import federate, models_after, quadratics, states_after
 
 import fedjax_drift as fd
 
+pytestmark = pytest.mark.thorough  # the core has the slow loops of test_trajectories.py
 alg = fd.algorithms
 
 
@@ -126,7 +127,7 @@ def test_the_gain_of_fedeve() -> None:
     assert (float(info["gain"]), float(state.params)) == (0.0, 2.0)
 
 
-@pytest.mark.parametrize(("clients", "lanes"), [(10, 1), thorough(1000, 1), thorough(1000, 100)])
+@pytest.mark.parametrize(("clients", "lanes"), [(10, 1), (1000, 1), (1000, 100)])
 def test_a_small_client_variance_of_fedeve_is_accurate(clients, lanes) -> None:
     """The relative error is below 1 % in float32.
 
@@ -213,7 +214,6 @@ def test_eps_of_fedgvr_follows_the_accuracy() -> None:
 # window is longer than the runs, so eps stays 1.
 UNEVEN = ([-4.0, 1.0, 6.0], None, [0.3, 2.0, 1.0])
 
-
 OPTIMUM = (-4 * 0.3 + 1 * 2 + 6 * 1) / 3.3
 
 
@@ -221,7 +221,6 @@ def end_of(algorithm, rounds=60, **local) -> float:
     return models_after(algorithm, rounds, quadratics(*UNEVEN), **{"epochs": 5, "lr": 0.1} | local)[-1]
 
 
-@pytest.mark.thorough
 def test_equations_of_fedgvr_as_printed() -> None:
     gvr = lambda **options: alg.fedgvr(mu=0.1, window=1000, **options)  # noqa: E731
     assert end_of(gvr()) == pytest.approx(OPTIMUM, abs=1e-3)
@@ -239,7 +238,6 @@ def test_equations_of_fedgvr_as_printed() -> None:
     assert end_of(gvr(literal="scale"), **rate) == pytest.approx(biased, abs=0.1 * abs(biased - OPTIMUM))
 
 
-@pytest.mark.thorough
 def test_equations_of_fedgm_and_fedgvrgm_as_printed() -> None:
     gm = lambda **options: alg.fedgm(mu=0.1, beta=0.9, **options)  # noqa: E731
     fixed = end_of(gm(), 300)
@@ -262,7 +260,6 @@ def test_equations_of_fedgm_and_fedgvrgm_as_printed() -> None:
     assert end_of(gvrgm(**damped, variate_momentum=False), 400) == pytest.approx(OPTIMUM, abs=1e-2)
 
 
-@pytest.mark.thorough
 def test_the_exact_recursion_overshoots_less_if_eps_jumps() -> None:
     """eps is 1 in every tenth round and 0 otherwise.
 

@@ -107,9 +107,9 @@ def partly_shared(factory: Any, model: fd.Model) -> tuple[fd.Algorithm, fd.Model
 
 
 USES = {use.__name__: use for use in (alone, partly_shared, with_adapters, with_some)}
-CASES = [("fedsol", use) for use in USES if use != "with_adapters"]  # `partly_shared` has adapters, too
+CASES = [("fedsol", "partly_shared")]  # it has adapters, too
+CASES += [thorough("fedsol", use) for use in USES if use != "partly_shared"]
 CASES += [thorough(name, use) for name in ALGORITHMS for use in ("alone", "partly_shared") if name != "fedsol"]
-CASES += [thorough("fedsol", "with_adapters")]
 
 
 @pytest.mark.parametrize(("name", "use"), CASES)

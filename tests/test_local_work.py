@@ -67,19 +67,20 @@ def test_drift_is_measured_after_every_tenth_of_the_steps(steps, parts) -> None:
         np.testing.assert_allclose(optax.tree.norm(D), info["update_norm"][0, part], rtol=1e-5)
 
 
-def test_a_schedule_of_the_learning_rate() -> None:
+@pytest.mark.parametrize("variate_lr", ["current", thorough("initial")])
+def test_a_schedule_of_the_learning_rate(variate_lr) -> None:
     schedule = optax.cosine_decay_schedule(0.2, 10)
     local = fd.LocalTraining(lr=schedule, batch_size=4)
-    for algorithm in (fd.algorithms.scaffold(), fd.algorithms.scaffold(variate_lr="initial")):
-        sim = simulate(algorithm, local=local)
-        state = sim.init(jax.random.key(0))
-        for t in range(3):
-            constant = simulate(algorithm, local=fd.LocalTraining(lr=float(schedule(t)), batch_size=4))
-            expected, _ = constant.round_fn(state)
-            state, info = sim.round_fn(state)
-            assert float(info["lr"]) == pytest.approx(float(schedule(t)))
-            if t == 0 or algorithm.recipe.arguments["variate_lr"] == "current":
-                assert_close(state.server, expected.server, atol=1e-7)
+    algorithm = fd.algorithms.scaffold(variate_lr=variate_lr)
+    sim = simulate(algorithm, local=local)
+    state = sim.init(jax.random.key(0))
+    for t in range(3):
+        constant = simulate(algorithm, local=fd.LocalTraining(lr=float(schedule(t)), batch_size=4))
+        expected, _ = constant.round_fn(state)
+        state, info = sim.round_fn(state)
+        assert float(info["lr"]) == pytest.approx(float(schedule(t)))
+        if t == 0 or variate_lr == "current":
+            assert_close(state.server, expected.server, atol=1e-7)
     other = simulate(local=fd.LocalTraining(lr=optax.cosine_decay_schedule(0.2, 10), batch_size=4))
     same = simulate(local=local)
     assert other.executor.programs.compiled is same.executor.programs.compiled
@@ -96,7 +97,7 @@ def test_a_schedule_of_the_learning_rate() -> None:
         (fd.algorithms.fedavg, {}),
         thorough(fd.algorithms.fedeve, {}),  # its clients use the server learning rate, too
         thorough(fd.algorithms.fedexp, {"eps": optax.linear_schedule(0.1, 0.01, 3)}),  # which is reported
-        (fd.algorithms.fedprox, {"mu": lambda t: 0.1 / (1.0 + t)}),
+        thorough(fd.algorithms.fedprox, {"mu": lambda t: 0.1 / (1.0 + t)}),
         thorough(fd.algorithms.partly_shared, {}),
     ],
 )

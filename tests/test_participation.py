@@ -104,7 +104,7 @@ def test_the_chance_and_the_factor_of_a_client_with_importance_sampling(data) ->
     assert sum((info["cohort"] >= 0).sum() for info in infos) > 3
 
 
-@pytest.mark.parametrize("weighting", ["examples", "uniform"])
+@pytest.mark.parametrize("weighting", ["examples", thorough("uniform")])
 def test_importance_sampling_is_unbiased(weighting) -> None:
     """The expected model after a round, over all 2^6 cohorts of 6 clients, is that of full participation."""
     few = fd.FederatedData.from_clients(ROWS[:6])
@@ -144,7 +144,7 @@ RESTRICTED = {
     "markov": lambda base: fd.participation.markov(0.4, 0.2, base=base),
     "trace": lambda base: fd.participation.trace(AVAILABLE[2:], base=base),
 }
-NAMES = [name if "," in name else thorough(name) for name in RESTRICTED]
+NAMES = ["cyclic, diurnal", *map(thorough, ("diurnal, own", "markov", "trace"))]
 
 
 class Server(NamedTuple):

@@ -32,13 +32,16 @@ def test_fixed_points_by_hand() -> None:
     assert line.fixed_point(0.5, 2, mu=1.0) == pytest.approx(3.5)
 
 
-@pytest.mark.parametrize(("name", "mu"), [("FedAvg", 0.0), ("FedProx, mu = 1", 1.0), ("FedADC, beta = 0.6", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "mu"), [("FedAvg", 0.0), thorough("FedProx, mu = 1", 1.0), thorough("FedADC, beta = 0.6", 0.0)]
+)
 def test_fixed_points_have_the_bias_that_theory_predicts(name, mu) -> None:
     w = experiment.models(QUADRATICS, experiment.ALGORITHMS[name], 20, 60)[-1]
     assert np.linalg.norm(w - QUADRATICS.fixed_point(experiment.LR, experiment.STEPS, mu)) < 1e-4
     assert np.linalg.norm(w - OPTIMUM) > 0.25
 
 
+@pytest.mark.thorough
 def test_fedavg_with_sampled_clients_scatters_about_the_same_fixed_point() -> None:
     # The standard error of the mean over 5,000 rounds is 0.04. It was estimated from the means of blocks of 250 rounds.
     w = experiment.models(QUADRATICS, experiment.ALGORITHMS["FedAvg"], 4, 5000)[50:]
@@ -48,6 +51,7 @@ def test_fedavg_with_sampled_clients_scatters_about_the_same_fixed_point() -> No
     assert np.linalg.norm(w - fixed_point, axis=1).mean() > 1
 
 
+@pytest.mark.thorough
 def test_fedspeed_ends_at_a_distance_proportional_to_rho_and_fednova_at_the_fixed_point_of_fedavg() -> None:
     far, near = (
         experiment.distances(experiment.models(QUADRATICS, experiment.NEWER[name], 4, 200)[-20:], OPTIMUM)
@@ -77,7 +81,7 @@ def test_the_fixed_points_of_the_baselines() -> None:
 
 
 @pytest.mark.parametrize(("cohort_size", "rounds"), [thorough(20, 40), (4, 200)])
-@pytest.mark.parametrize("name", ["SCAFFOLD", "VRL-SGD", "FedDyn, alpha = 1", "FedDC, alpha = 1"])
+@pytest.mark.parametrize("name", ["SCAFFOLD", *map(thorough, ("VRL-SGD", "FedDyn, alpha = 1", "FedDC, alpha = 1"))])
 def test_drift_correction_converges_to_the_optimum(name, cohort_size, rounds) -> None:
     w = experiment.models(QUADRATICS, experiment.ALGORITHMS[name], cohort_size, rounds)
     assert (experiment.distances(w[-10:], OPTIMUM) < 1e-3 * BIAS).all()

@@ -337,8 +337,9 @@ PLACES: dict[str, dict[str, Any]] = {
     "sweep": {},
 }
 REFUSED = {("sharded", "redeal", 0), ("sharded", "redeal", 1)}  # the examples of a cohort are pooled
-CORE = [("files", "clock, own", 1), ("sharded", "participation, topology", 0), ("sweep", "participation, topology", 0)]
-PLACED = [*CORE, *(thorough(place, source, which) for place in PLACES for source, which in ALL)]
+CORE = [("files", "clock, own", 1), ("sweep", "participation, topology", 0)]
+PLACED = [*CORE, thorough("sharded", "participation, topology", 0)]
+PLACED += [thorough(place, source, which) for place in PLACES for source, which in ALL]
 
 
 @pytest.mark.parametrize(("place", "sources", "which"), PLACED)

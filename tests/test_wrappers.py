@@ -141,7 +141,10 @@ def check_calls(wrap: Callable[[fd.Algorithm], fd.Algorithm], model: fd.Model, w
     assert {"loss", "other_loss"} <= scores.keys()
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+CORE = ("compressed", "partly_shared, mean", "scheduled")
+
+
+@pytest.mark.parametrize("name", [name if name in CORE else thorough(name) for name in WRAPPERS])
 def test_wrappers_call_all_functions_of_their_base(name) -> None:
     check_calls(WRAPPERS[name], TWO_LAYERS, {"personal"} if name in PERSONAL else set())
 
