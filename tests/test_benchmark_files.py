@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
 import pickle
 import shutil
-import tracemalloc
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +119,7 @@ def test_files_of_pfllib_of_several_runs_are_not_mixed(tmp_path: Path, change, s
         fd.data.from_pfllib(tmp_path)
 
 
-def test_damaged_and_hostile_files_of_pfllib_are_refused(tmp_path: Path) -> None:
+def test_damaged_files_and_code_in_files_of_pfllib_are_refused(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Callable[..., object], tuple[Path]]:
             return Path.touch, (tmp_path / "touched",)
@@ -161,48 +158,10 @@ def test_pickles_of_plain_values_are_read(tmp_path: Path, protocol: int) -> None
     values = {"a": X, "b": [Y[0], {"c": (1, "d", 2.5)}], "e": np.asfortranarray(X[0, 0]), "f": Y.astype(">i4")}
     (tmp_path / "file").write_bytes(pickle.dumps(values, protocol))
     with open(tmp_path / "file", "rb") as file:
-        read = pickles.read(file, 0)
+        read = pickles.read(file)
     for key in "aef":
         np.testing.assert_array_equal(read[key], values[key])
     assert read["b"] == values["b"]
-
-
-class ForgedObjects:
-    """A dtype of objects that claims to have none. An array of it would take the bytes of a file for addresses."""
-
-    def __reduce__(self) -> tuple:
-        return np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0)
-
-
-def test_pickles_that_deceive_numpy_are_refused(tmp_path: Path) -> None:
-    long = pickle.dumps(bytearray(b"1234567890" * 40), 5)
-    at = long.index(pickle.BYTEARRAY8) + 1
-    for content, said in (
-        (pickle.dumps(ForgedObjects()), "a dtype object with the state .* is not allowed"),
-        (long[:at] + (2**28).to_bytes(8, "little") + long[at + 8 :], "not a pickle of plain arrays"),
-        (pickle.dumps(np.array([None, 1]))[:-30], "not a pickle of plain arrays"),
-        (b"cnumpy\ndtype\n}b.", "a state of function is not allowed"),
-    ):
-        (tmp_path / "file").write_bytes(content)
-        tracemalloc.start()
-        with open(tmp_path / "file", "rb") as file, pytest.raises(ValueError, match=said):
-            pickles.read(file, 0)
-        assert tracemalloc.get_traced_memory()[1] < 2**24
-        tracemalloc.stop()
-
-
-def test_values_that_occur_often_count_each_time() -> None:
-    for value, is_right in (
-        ([X] * 2, True),
-        ([["a"] * 100] * 1000, True),
-        ([[0] * 1000] * 10_000, False),
-        ([np.zeros(2**20)] * 9, False),
-        ((b"a" * 10**6,) * 40, False),
-        (np.array([[[0] * 10**4], [0]] * 900 + [1], object), False),
-    ):
-        content = pickle.dumps(value)
-        with nullcontext() if is_right else pytest.raises(ValueError, match="too much memory for a file of this size"):
-            pickles.read(io.BytesIO(content), 0)
 
 
 # ---------------------------------------------------------------- FL-bench

@@ -533,7 +533,7 @@ def test_damaged_tff_databases_are_refused(tmp_path: Path) -> None:
     path, packed = tmp_path / "emnist_all.sqlite", tmp_path / "emnist_all.sqlite.lzma"
     write_femnist(tmp_path, "tff sqlite", characters({"a": 3, "b": 2})[0], characters({"a": 1})[0])
     whole = path.read_bytes()
-    proto, size = "UPDATE examples SET serialized_example_proto =", len(whole)
+    proto = "UPDATE examples SET serialized_example_proto ="
     refused(
         path,
         lambda: load("femnist", source="tff"),
@@ -546,8 +546,11 @@ def test_damaged_tff_databases_are_refused(tmp_path: Path) -> None:
         (f"{proto} substr(serialized_example_proto, 1, 99)", "an example is damaged"),
         (f"{proto} 'text'", "serialized_example_proto bytes"),
         (f"{proto} x'ff'", "damaged"),
-        ("DROP TABLE client_metadata", "must have a table client_metadata, got no such table: .* with from_fedjax"),
-        ("DROP TABLE examples", "must have a table examples, got no such table: download it again, or read FedJAX's"),
+        (
+            "DROP TABLE client_metadata",
+            "no such table: client_metadata.: download it again, or read FedJAX's files with from_fedjax",
+        ),
+        ("DROP TABLE examples", "no such table: examples.: download it again, or read FedJAX's"),
     )
     path.unlink()
     xz = lzma.compress(whole)
@@ -555,14 +558,12 @@ def test_damaged_tff_databases_are_refused(tmp_path: Path) -> None:
     refused(
         packed,
         lambda: load("femnist", source="tff"),
-        (xz[:-40], r"it must be complete, got \d+ unpacked bytes and no end"),
-        (xz + b"more", f"it must end after {size} unpacked bytes, got more"),
-        (xz[:100] + b"\0" + xz[101:], "it is damaged or not packed with lzma"),
+        (xz[:-40], "is damaged, .*Compressed file ended before the end-of-stream"),
+        (xz[:100] + b"\0" + xz[101:], "is damaged, .*Corrupt input data"),
         (lzma.compress(whole[:-4096]), "it is damaged or of another kind .database disk image is malformed"),
         (lzma.compress(b"hello"), "it is damaged or of another kind .file is not a database"),
-        (lzma.compress(bytes(2**26)), r"it must unpack to at most 33554432 bytes in \S+, got more: download it again"),
-        (b"hello", "it is damaged or not packed with lzma"),
-        (b"", "it must be complete, got 0 unpacked bytes"),
+        (b"hello", "is damaged, .*Input format not supported"),
+        (b"", "is damaged, truncated"),
     )
     assert not list((tmp_path / "cache").iterdir())
     packed.write_bytes(lzma.compress(whole[:28] + bytes(4) + whole[32:]))  # old databases do not say their size

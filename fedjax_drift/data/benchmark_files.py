@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -69,12 +68,10 @@ def _numbered(folder: Path, suffix: str, source: str) -> list[Path]:
 
 def _pfllib_client(path: Path) -> Pair:
     with files.opened(path) as file, zipfile.ZipFile(file) as archive:
-        member, stored = archive.getinfo("data.npy"), os.fstat(file.fileno()).st_size
-        files.must_unpack([member], stored)
-        with archive.open(member) as stream:
-            np.lib.format.read_magic(stream)
-            np.lib.format.read_array_header_1_0(stream)
-            content = pickles.read(io.BufferedReader(stream), stored)  # type: ignore[type-var]
+        array = io.BytesIO(archive.read("data.npy"))
+        np.lib.format.read_magic(array)
+        np.lib.format.read_array_header_1_0(array)
+        content = pickles.read(array)
         content = content.item() if isinstance(content, np.ndarray) and content.shape == () else content
         if not isinstance(content, dict):
             checks.refuse("it must have a dict with x and y", checks.type_of(content), AGAIN)
@@ -159,7 +156,7 @@ def from_fl_bench(
     path = Path(path)
     x, y = joining.checked_pair(x, y, "the data set")
     with files.opened(path) as file:
-        content = pickles.read(file, os.fstat(file.fileno()).st_size)
+        content = pickles.read(file)
         parts, trained, tested = _fl_bench_parts(content, len(x), test)
     _check_stats(path.with_name("all_stats.json"), parts, y)
     rows, test_rows = [parts[i]["train"] for i in trained], [parts[i][test] for i in tested]

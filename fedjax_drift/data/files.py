@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
-import stat
 import textwrap
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, NoReturn, TextIO, TypeVar
 
@@ -25,8 +23,6 @@ from fedjax_drift.errors import ConfigurationError, MissingPackageError
 
 Arrays = dict[str, np.ndarray]
 Parsed = TypeVar("Parsed")
-UNPACKED = 2**30  # limit in bytes of compressed arrays: a small malicious file could otherwise fill the memory
-ROOM, RATIO = 2**25, 256  # above so many bytes, they may also have at most so many times the stored bytes
 
 
 class Column(NamedTuple):
@@ -96,69 +92,26 @@ def arrays_of(path: str | os.PathLike[str], names: Iterable[str] | None = None) 
 
     names: the arrays to read. Default: all.
     """
-    with opened(path) as file:
-        if file.read(4) != b"PK\x03\x04":
-            raise ConfigurationError("it is not an npz file: write it with numpy.savez")
-        with zipfile.ZipFile(file) as archive:
-            members = {member.filename.removesuffix(".npy"): member for member in archive.infolist()}
-            wanted = list(members if names is None else names)
-            if missing := [name for name in wanted if name not in members]:
-                checks.refuse(f"it must have {', '.join(wanted)}", checks.listed(members), f"add {', '.join(missing)}")
-            must_unpack([members[name] for name in wanted], os.fstat(file.fileno()).st_size)
-            return {name: _array(archive, members[name]) for name in wanted}
+    with opened(path) as file, zipfile.ZipFile(file) as archive:
+        members = [name.removesuffix(".npy") for name in archive.namelist()]
+        wanted = members if names is None else list(names)
+        if missing := [name for name in wanted if name not in members]:
+            checks.refuse(f"it must have {', '.join(wanted)}", checks.listed(members), f"add {', '.join(missing)}")
+        return {name: _array(archive, f"{name}.npy") for name in wanted}
 
 
-def _array(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    """Reads one array. Its size is checked before memory is allocated. All bytes are read, so that zip checks the
-    CRC."""
-    with archive.open(member) as file:
-        first = np.lib.format.read_magic(file) == (1, 0)
-        read_header = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read_header(file)
-        if dtype.hasobject:
-            got = "Python objects, which are not read"
-            checks.refuse(f"{member.filename} must be numbers", got, "save it as numbers")
-        size, available = math.prod(shape) * dtype.itemsize, member.file_size - file.tell()
-        if size != available:
-            what = f"{member.filename} must have {size} bytes for its shape"
-            checks.refuse(what, available, "copy or write the file again")
-        file.seek(0)
-        return np.lib.format.read_array(file, allow_pickle=False)
-
-
-def must_unpack(members: Sequence[zipfile.ZipInfo], stored: int) -> None:
-    """Refuses arrays in a zip archive of ``stored`` bytes that do not fit, or need another method to unpack."""
-    for member in members:
-        # Python unpacks bzip2 and lzma without a limit: 4 kB can become 4 GB.
-        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            got = f"method {member.compress_type} of zip"
-            checks.refuse(f"{member.filename} must be stored or deflated", got, "write it with numpy.savez_compressed")
-    packed = [member.file_size for member in members if member.compress_type == zipfile.ZIP_DEFLATED]
-    must_fit("its compressed arrays", sum(packed), stored, packed=True)
-    must_fit("its arrays", sum(member.file_size for member in members) - sum(packed), stored)
-
-
-def must_fit(what: str, size: int, stored: int, packed: bool = False) -> None:
-    """Refuses arrays of `size` bytes that do not fit into the memory that a file of ``stored`` bytes may take.
-
-    Uncompressed arrays must not exceed the stored bytes. Compressed arrays must not exceed `UNPACKED` and, if they
-    exceed `ROOM`, not `RATIO` times the stored bytes.
-    """
-    limit = min(UNPACKED, max(ROOM, RATIO * stored)) if packed else stored
-    if size > limit:
-        allowed = f"have at most {limit} bytes, the number of stored bytes"
-        fix = "copy or write the file again"
-        if packed:
-            allowed = f"unpack to at most {limit} bytes"
-            fix = "copy the file again, or write it uncompressed with numpy.savez"
-        checks.refuse(f"{what} must {allowed}", size, fix)
+def _array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    with archive.open(name) as file:
+        array = np.lib.format.read_array(file, allow_pickle=False)
+        if file.read(1):  # zip checks the CRC at the end of the file
+            checks.refuse(f"{name} must end after its array of shape {list(array.shape)}", "more", "write it again")
+        return array
 
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Opens a file for reading bytes. Errors inside the context are converted by `plain_errors`."""
     with plain_errors(path):
-        must_not_wait(path)
         with open(path, "rb") as file:
             yield file
 
@@ -194,13 +147,6 @@ def parsed_lines(
         if not results:
             wrong_line(1, wanted, "an empty file")
     return results
-
-
-def must_not_wait(path: str | os.PathLike[str]) -> None:
-    """Refuses a pipe or a device, because reading it may block or never end."""
-    mode = os.stat(path).st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        checks.refuse(f"{os.path.basename(path)} must be a file", "a pipe or a device", "put the file there")
 
 
 @contextlib.contextmanager

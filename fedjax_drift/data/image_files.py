@@ -37,7 +37,7 @@ def read_idx(path: Path, axes: int) -> np.ndarray:
         if header[3:4] != bytes([axes]) or len(header) < 4 + 4 * axes:
             checks.refuse(f"its header must have the lengths of {axes} axes", "others", "copy it again")
         shape = np.frombuffer(header, ">u4", offset=4).tolist()
-        files.must_fit("its array", size := math.prod(shape), os.fstat(packed.fileno()).st_size, packed=True)
+        size = math.prod(shape)
         content = file.read(size + 1)  # reads to the end of the file, where the checksum is
         if len(content) != size:
             got = "more" if len(content) > size else len(content)
@@ -73,7 +73,7 @@ def read_cifar(folder: Path, train: Sequence[str], test: str, labels: str) -> Ar
 
 def _read_cifar_batch(path: Path, labels: str) -> tuple[np.ndarray, np.ndarray]:
     with files.opened(path) as file:
-        content = pickles.read(file, os.fstat(file.fileno()).st_size, "bytes")  # strings of Python 2 are bytes
+        content = pickles.read(file, "bytes")  # strings of Python 2 are bytes
         if not isinstance(content, dict) or not {b"data", labels.encode()} <= content.keys():
             why = f"it must have data and {labels}: unpack the Python version of the archive again"
             raise ConfigurationError(why)

@@ -39,8 +39,6 @@ def read(name: str) -> files.Arrays:
         ) from error
     # try_gcs=False: do not query Google Cloud Storage, which waits for the network.
     with files.plain_errors(directory / name):
-        for path in (directory / name).rglob("*"):
-            files.must_not_wait(path)
         builder = tensorflow_datasets.builder(name, data_dir=directory, try_gcs=False)
     if not builder.is_prepared():
         raise FileNotFoundError(f"{builder.data_path} is not prepared")

@@ -12,14 +12,12 @@ import contextlib
 import functools
 import itertools
 import lzma
-import math
-import os
 import shutil
 import sqlite3
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -40,8 +38,6 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.spec import checked
 
 SQLITE, XZ, LZMA = b"SQLite format 3\0", b"\xfd7zXZ\0", b"]\0\0"
-STEP = 2**20  # bytes that are unpacked at once
-DICTIONARY = 2**28  # limit in bytes of the memory that lzma needs; the highest preset needs a quarter
 OTHER_FILE = "check that it is one of TFF's files"
 MAKE_ROOM = "make room, or set FEDJAX_DRIFT_CACHE to another folder"
 TEXTS, FLOATS, INTEGERS = 1, 2, 3  # numbers of the fields of tf.train.Feature
@@ -118,25 +114,20 @@ def opened(path: Path) -> Iterator[Source]:
         is_packed = start.startswith((XZ, LZMA)) or (path.suffix == ".lzma" and start != SQLITE)
         if not is_packed and start != SQLITE and path.suffix != ".sqlite":
             files.require("h5py", f"reading {path}", INSTALL)
-            yield Source([], functools.partial(_read_h5, path, os.fstat(file.fileno()).st_size))
+            yield Source([], functools.partial(_read_h5, path))
             return
         file_path = stack.enter_context(_unpacked(file)) if is_packed else path
-        other = "read FedJAX's files with from_fedjax"
-        tables = database(file_path, "examples", "client_metadata", other=other)
-        connection = stack.enter_context(tables)
+        connection = stack.enter_context(database(file_path, "read FedJAX's files with from_fedjax"))
         splits = connection.execute("SELECT DISTINCT split_name FROM client_metadata")
         names = sorted(str(name) for (name,) in splits)
-        size = os.path.getsize(file_path)
-        texts = functools.partial(_read_texts, connection, size)
-        yield Source(names, functools.partial(_read_sqlite, connection, size), texts)
+        yield Source(names, functools.partial(_read_sqlite, connection), functools.partial(_read_texts, connection))
 
 
 # ---------------------------------------------------------------- SQLite
 
 
-def _read_sqlite(connection: sqlite3.Connection, size: int, x: str, y: str, split: str | None) -> Iterator[Client]:
-    """size: of the database, in bytes."""
-    for client, messages, rows in _messages(connection, size, split):
+def _read_sqlite(connection: sqlite3.Connection, x: str, y: str, split: str | None) -> Iterator[Client]:
+    for client, messages, rows in _messages(connection, split):
         examples = [_values_of(message, x, y) for message in messages]
         inputs, labels = (_stacked(client, name, [row[i] for row in examples]) for i, name in enumerate((x, y)))
         if labels is not None and labels.shape[1:] == (1,):
@@ -144,33 +135,25 @@ def _read_sqlite(connection: sqlite3.Connection, size: int, x: str, y: str, spli
         yield from checked_client(client, inputs, labels, rows)
 
 
-def _messages(connection: sqlite3.Connection, size: int, split: str | None) -> Iterator[tuple[str, list[bytes], int]]:
+def _messages(connection: sqlite3.Connection, split: str | None) -> Iterator[tuple[str, list[bytes], int]]:
     """Yields each client, its examples, and how many they should be."""
     counts = dict(
         connection.execute("SELECT client_id, num_examples FROM client_metadata WHERE split_name = ?", [split])
     )
     query = "SELECT client_id, serialized_example_proto FROM examples WHERE split_name = ? ORDER BY client_id, rowid"
-    total = 0
     for client, rows in itertools.groupby(connection.execute(query, [split]), key=lambda row: row[0]):
-        messages = []
-        for _, message in rows:
-            if not isinstance(client, str) or not isinstance(message, bytes):
-                why = "client_id must be text and serialized_example_proto bytes: download it again"
-                raise ConfigurationError(why)
-            total += len(message)
-            files.must_fit("its examples", total, size)  # computed columns can have any size
-            messages.append(message)
+        messages = [message for _, message in rows]
+        if not isinstance(client, str) or not all(isinstance(message, bytes) for message in messages):
+            raise ConfigurationError("client_id must be text and serialized_example_proto bytes: download it again")
         yield client, messages, counts.pop(client, 0)
     if any(counts.values()):
         missing = next(filter(counts.get, counts))
         raise ConfigurationError(f"the examples of client {missing!r} are missing: download it again")
 
 
-def _read_texts(
-    connection: sqlite3.Connection, size: int, column: str, split: str | None
-) -> Iterator[tuple[str, list[bytes]]]:
+def _read_texts(connection: sqlite3.Connection, column: str, split: str | None) -> Iterator[tuple[str, list[bytes]]]:
     """Yields each client, and the text of each of its examples."""
-    for client, messages, rows in _messages(connection, size, split):
+    for client, messages, rows in _messages(connection, split):
         texts = [_text(_features(message), column) for message in messages]
         if len(texts) != rows:
             checks.refuse(f"client {client!r} must have {rows} examples", len(texts), "download it again")
@@ -268,40 +251,18 @@ def _integer(message: bytes, at: int) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _unpacked(file: BinaryIO) -> Iterator[Path]:
-    """Unpacks a database to a temporary file. Refuses one that is damaged or does not fit."""
+    """Unpacks a database to a temporary file in the cache."""
     folder = files.cache_dir()
     with contextlib.ExitStack() as stack:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             temporary = tempfile.NamedTemporaryFile(prefix="unpacked_", suffix=".sqlite", dir=folder)
             database = stack.enter_context(temporary)
-            database.writelines(_parts(file, folder))
+            shutil.copyfileobj(lzma.open(file), database)
             database.flush()
-        except lzma.LZMAError as error:
-            why = f"it is damaged or not packed with lzma ({error}): download it again"
-            raise ConfigurationError(why) from error
         except OSError as error:
             raise ConfigurationError(f"it can't be unpacked in {folder} ({error.strerror}): {MAKE_ROOM}") from error
         yield Path(database.name)
-
-
-def _parts(file: BinaryIO, folder: Path) -> Iterator[bytes]:
-    """Yields the parts of the unpacked database. It never takes more space than there is."""
-    unpacker, size = lzma.LZMADecompressor(memlimit=DICTIONARY), 0
-    allowed = max(files.ROOM, files.RATIO * os.fstat(file.fileno()).st_size)
-    limit = min(allowed, shutil.disk_usage(folder).free)
-    while not unpacker.eof:
-        packed = file.read(STEP) if unpacker.needs_input else b""
-        if unpacker.needs_input and not packed:
-            checks.refuse("it must be complete", f"{size} unpacked bytes and no end", "download it again")
-        part = unpacker.decompress(packed, STEP)
-        size += len(part)
-        if size > limit:
-            fix = MAKE_ROOM if limit < allowed else "download it again"
-            checks.refuse(f"it must unpack to at most {limit} bytes in {folder}", "more", fix)
-        yield part
-    if unpacker.unused_data or file.read(1):
-        checks.refuse(f"it must end after {size} unpacked bytes", "more", "download it again")
 
 
 # ---------------------------------------------------------------- HDF5
@@ -313,23 +274,8 @@ def read_h5(path: Path, x: str, y: str) -> Iterator[Client]:
         yield from file.read(x, y, None)
 
 
-def _read_h5(path: Path, size: int, x: str, y: str, split: str | None) -> Iterator[Client]:
-    """size: of the file, in bytes."""
+def _read_h5(path: Path, x: str, y: str, split: str | None) -> Iterator[Client]:
     import h5py
-
-    total = {False: 0, True: 0}  # bytes of the columns without and with compression
-
-    def values(column: Any) -> np.ndarray:
-        """Returns the values of a column, after a check of its size and of that of all columns until now.
-
-        HDF5 returns a fill value for values that are not stored. So a small file can declare a huge array.
-        """
-        packed = column.id.get_create_plist().get_nfilters() > 0
-        needed = max(column.nbytes, math.prod(column.chunks or ()) * column.dtype.itemsize)  # a chunk is unpacked whole
-        total[packed] += column.nbytes
-        files.must_fit(column.name, needed if packed else column.nbytes, column.id.get_storage_size(), packed)
-        files.must_fit(f"{column.name} and those before it", total[packed], size, packed)
-        return column[()]
 
     with h5py.File(path, "r") as file:
         clients = file.get("examples")
@@ -338,5 +284,5 @@ def _read_h5(path: Path, size: int, x: str, y: str, split: str | None) -> Iterat
         for client, columns in clients.items():
             if not isinstance(columns, h5py.Group):
                 checks.refuse(f"client {client!r} must be a group of columns", "an array", OTHER_FILE)
-            inputs, labels = map(values, column_pair(columns, x, y))
+            inputs, labels = (column[()] for column in column_pair(columns, x, y))
             yield from checked_client(client, inputs, labels, len(labels))
