@@ -101,7 +101,7 @@ def _without(key: str) -> dict[str, np.ndarray]:
         (images() | {"x_train": np.full((40, 28, 28), np.nan, np.float32)}, "x_train must be finite"),
         (images(shape=(32, 32, 3)), r"shape \[rows, 28, 28, 1\], got \[40, 32, 32, 3\]"),
         (images(test_rows=0), "x_test must have at least 1 row"),
-        (images() | {"x_train": np.array([None] * 40)}, "Python objects"),
+        (images() | {"x_train": np.array([None] * 40)}, "Object arrays cannot be loaded"),
     ],
 )
 def test_arrays_that_do_not_fit_the_data_set_are_refused(
