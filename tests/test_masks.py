@@ -78,6 +78,8 @@ MIXING = {
     "apply, a softmax": lambda: fd.Model(init, lambda w, x: jax.nn.softmax(x @ w, axis=0)),
     "apply, a batch normalisation": lambda: fd.Model(init, lambda w, x: jax.nn.standardize(x @ w, axis=0)),
     "apply, attention": lambda: fd.Model(init, lambda w, x: jax.nn.softmax(x @ x.T) @ x @ w),
+    "apply, a matrix of means": lambda: fd.Model(init, lambda w, x: jnp.full((len(x), len(x)), 1 / len(x)) @ x @ w),
+    "apply, a wrong reshape": lambda: fd.Model(init, lambda w, x: x.T.reshape(-1).reshape(x.shape) @ w),
     "apply, of nnx": lambda: fd.Model.from_nnx(Maximum),
     "apply, cast": lambda: fd.Model(init, lambda w, x: (x - x[::-1]) @ w).computing_in(jnp.bfloat16),
     "train_apply": lambda: fd.Model(init, linear, train_apply=paired),

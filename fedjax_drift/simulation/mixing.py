@@ -21,7 +21,7 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.masks import takes_mask
 from fedjax_drift.model import FUNCTIONS, Model
-from fedjax_drift.simulation.rowwise import BatchAxis, dependences
+from fedjax_drift.simulation.rowwise import BATCH, is_rowwise
 from fedjax_drift.tree import PyTree
 
 B, EXAMPLES = 7, 3  # the size of a batch, and how many of its rows are examples; the others are neighbours or padding
@@ -116,16 +116,15 @@ def _forwards(model: Model) -> dict[str, Forward]:
 @lru_cache(KEPT)
 def _unclear(form: recipes.Form, structure: Any, leaves: tuple, x: jax.ShapeDtypeStruct) -> tuple[str, ...]:
     """The names of the functions that are not seen to compute each example on its own."""
-    params = jax.tree.unflatten(structure, leaves)
-    key, mask = jax.eval_shape(lambda: (jax.random.key(0), jnp.ones(B, bool)))
-    inputs = [*[None] * len(leaves), BatchAxis.of(x), None, BatchAxis.of(mask)]
+    params, x = jax.tree.unflatten(structure, leaves), jax.ShapeDtypeStruct((BATCH, *x.shape[1:]), x.dtype)
+    key, mask = jax.eval_shape(lambda: (jax.random.key(0), jnp.ones(BATCH, bool)))
 
     def is_unclear(forward: Forward) -> bool:
         try:
-            program, output = jax.make_jaxpr(forward, return_shape=True)(params, x, key, mask)
+            program = jax.make_jaxpr(forward)(params, x, key, mask)
         except Exception:  # a function that no algorithm calls may be wrong; a call of it raises the error again
             return False
-        return dependences(program, inputs) != [BatchAxis.of(output)]
+        return not is_rowwise(program.jaxpr)
 
     return tuple(name for name, forward in _forwards(form.value).items() if is_unclear(forward))
 
