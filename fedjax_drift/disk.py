@@ -37,6 +37,13 @@ def create_exclusively(path: Path) -> FileIO:
     return FileIO(str(path), "xb")  # with O_EXCL, a link is not followed
 
 
+def write_all(file: FileIO, content: bytes) -> None:
+    """Writes everything, also if the system takes it in pieces."""
+    left = memoryview(content)
+    while left:
+        left = left[file.write(left) :]
+
+
 def replace_file(path: Path, content: str | bytes) -> None:
     """Replaces the file atomically by one with this content."""
     with replacing(path) as new:

@@ -23,7 +23,7 @@ from typing import Annotated, Any
 from fedjax_drift import checks, spec
 from fedjax_drift.data import files
 from fedjax_drift.devices.distributed import is_first
-from fedjax_drift.disk import replace_file
+from fedjax_drift.disk import replace_file, write_all
 from fedjax_drift.spec import Fix, checked
 from fedjax_drift.track import Before, Track, scalars
 
@@ -155,10 +155,8 @@ class _Lines:
     def write(self, lines: bytes) -> None:
         """Appends the missing lines, then ``lines``. On failure, raises OSError and leaves the file unchanged."""
         self.missing += lines
-        left = memoryview(self.missing)
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            write_all(self._file, self.missing)
         except OSError:
             self._file.truncate(self._end)
             raise

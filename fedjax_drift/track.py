@@ -22,7 +22,7 @@ from typing import Annotated, Any, Literal
 
 from fedjax_drift import checks, spec
 from fedjax_drift.devices.distributed import is_first
-from fedjax_drift.disk import replace_file
+from fedjax_drift.disk import replace_file, write_all
 from fedjax_drift.errors import MissingPackageError
 from fedjax_drift.simulation.progress import Stop
 from fedjax_drift.spec import CountOrZero, Fix, Spec, Text, checked
@@ -305,10 +305,8 @@ class _TensorBoard:
         event = Event(wall_time=time.time(), step=t, summary=summary).SerializeToString()
         length, end = struct.pack("<Q", len(event)), self._file.tell()
         parts = (length, struct.pack("<I", masked_crc32c(length)), event, struct.pack("<I", masked_crc32c(event)))
-        left = memoryview(b"".join(parts))
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            write_all(self._file, b"".join(parts))
         except OSError:  # the disk is full
             self._file.truncate(end)
             self._file.seek(end)

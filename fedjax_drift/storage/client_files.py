@@ -9,8 +9,7 @@
 
 The lock is on ``states`` and ends with the process.
 
-Records are read and written with system calls, not through a memory map. Therefore a full disk or a truncated file
-raises an exception. With a memory map it would kill the process.
+Records are not read and written through a memory map, with which a full disk would kill the process.
 
 The files are not forced to the disk (no fsync). They survive the death of the process, but maybe not a power failure.
 The checksum detects a damaged record and a record of another client when the record is read.
@@ -19,12 +18,11 @@ The checksum detects a damaged record and a record of another client when the re
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -32,14 +30,13 @@ from typing import Any
 import numpy as np
 
 from fedjax_drift import checks, tree
-from fedjax_drift.disk import create_exclusively, lock, replace_file
+from fedjax_drift.disk import create_exclusively, lock, replace_file, write_all
 from fedjax_drift.errors import DamagedError, OtherRunError
 from fedjax_drift.storage.identity import differences, few
 
 FORMAT = 3
 INITIAL = -1  # the slot of the initial state in the file
 INDEX, STATES, NEW_INDEX = "index", "states", "index.new"  # files of the folder
-MOST_BUFFERS = 1024  # the largest number of buffers in one read or write call
 CHECK = 4  # bytes of a record's checksum
 
 
@@ -66,14 +63,20 @@ class ClientFiles:
         flags = os.O_CREAT if create else 0
         self.path, self.record, self.end = path, record + CHECK, 0
         self.states = FileIO(str(path / STATES), "r+b", opener=lambda name, mode: os.open(name, mode | flags, 0o666))
-        try:
+        with self.closed_after_errors():
             lock(
                 self.states,
                 f"path must be a client store that is not in use, got {path}, which is open already, in another "
                 "process or in this one: close it there, or choose another folder",
             )
+
+    @contextlib.contextmanager
+    def closed_after_errors(self) -> Iterator[None]:
+        """Closes the file, and so unlocks the folder, if the block raises an exception."""
+        try:
+            yield
         except BaseException:
-            self.states.close()
+            self.close()
             raise
 
     @property
@@ -95,29 +98,28 @@ class ClientFiles:
                 raise
         self.end = max(self.end, end)
 
-    def read(self, slot: int, client: int, into: list[np.ndarray]) -> None:
-        check = np.empty(CHECK, np.uint8)
-        if not _transfer(os.preadv, self.states.fileno(), [*into, check], self._start(slot)):
+    def read(self, slot: int, client: int) -> np.ndarray:
+        """Returns the record of a client, uint8 [record]. Raises DamagedError if it is damaged."""
+        stored = np.fromfile(self.path / STATES, np.uint8, self.record, offset=self._start(slot))
+        if len(stored) < self.record:
             raise damaged(self.path, f"its file {STATES} has been truncated")
-        if not np.array_equal(check, _checksum(client, into)):
+        if stored[-CHECK:].tobytes() != _checksum(client, stored[:-CHECK]):
             whose = "the initial state" if slot == INITIAL else f"the state of client {client}"
             raise damaged(self.path, f"{whose} does not contain what was written")
+        return stored[:-CHECK]
 
-    def write(self, slot: int, client: int, parts: list[np.ndarray]) -> None:
-        _write(self.states.fileno(), [*parts, _checksum(client, parts)], self._start(slot))
+    def write(self, slot: int, client: int, record: np.ndarray) -> None:
+        self.states.seek(self._start(slot))
+        write_all(self.states, record.tobytes() + _checksum(client, record))
 
-    def prepare(self, header: dict[str, Any], t: int, slots: np.ndarray) -> int:
-        """Writes the index of round t with the slots, int32 [N], as ``index.new``. Returns the inode of this file."""
-        line = json.dumps(header | {"round": t}).encode() + b"\n"
-        slots = np.ascontiguousarray(slots, "<i4").view(np.uint8)
-        check = zlib.crc32(slots.data, zlib.crc32(line)).to_bytes(4, "little")
-        parts = [np.frombuffer(line, np.uint8), slots, np.frombuffer(check, np.uint8)]
+    def prepare(self, header: dict[str, Any], t: int, slots: np.ndarray) -> None:
+        """Writes the index of round t with the slots, int32 [N], as ``index.new``."""
+        content = json.dumps(header | {"round": t}).encode() + b"\n" + slots.astype("<i4").tobytes()
         new = self.path / NEW_INDEX
         new.unlink(missing_ok=True)  # a killed process may have left it; the folder is locked, so nobody writes it
         try:
             with create_exclusively(new) as file:
-                _write(file.fileno(), parts, 0)
-                return os.fstat(file.fileno()).st_ino
+                write_all(file, content + _crc32(content))
         except OSError:
             new.unlink(missing_ok=True)
             raise
@@ -125,10 +127,6 @@ class ClientFiles:
     def publish(self) -> None:
         """Replaces the index atomically by the one that `prepare` has written."""
         os.replace(self.path / NEW_INDEX, self.path / INDEX)
-
-    def published(self, number: int) -> bool:
-        """Whether the index is the file with this inode."""
-        return os.stat(self.path / INDEX).st_ino == number
 
     def pin(self, t: int) -> None:
         """Copies the index atomically to the pin of round t."""
@@ -160,9 +158,9 @@ class ClientFiles:
         if number != FORMAT:
             fix = "use the version of fedjax_drift that wrote it"
             checks.refuse(f"the client store in {self.path} must be of format {FORMAT}", number, fix)
-        if zlib.crc32(content[:-4]).to_bytes(4, "little") != content[-4:]:
+        if _crc32(content[:-CHECK]) != content[-CHECK:]:
             raise damaged(self.path, f"its file {name} does not contain what was written")
-        return header, np.frombuffer(content[len(line) : -4], "<i4").astype(np.int32)
+        return header, np.frombuffer(content[len(line) : -CHECK], "<i4").astype(np.int32)
 
     def check_size(self, end: int) -> None:
         """Raises DamagedError unless the file has the records of all slots below ``end``."""
@@ -174,34 +172,12 @@ class ClientFiles:
         self.states.close()
 
 
-def _checksum(client: int, parts: list[np.ndarray]) -> np.ndarray:
-    """Returns the checksum of a client's record, uint8 [CHECK]."""
-    value = client
-    for part in parts:
-        value = zlib.crc32(part.data, value)
-    return np.frombuffer(value.to_bytes(CHECK, "little"), np.uint8)
+def _checksum(client: int, record: np.ndarray) -> bytes:
+    return _crc32(record.data, client)
 
 
-def _transfer(call: Callable[..., int], file: int, parts: list[np.ndarray], offset: int) -> bool:
-    """Reads or writes all bytes of ``parts`` (uint8, contiguous), starting at ``offset``. Returns False if the
-    file ends early."""
-    left = sum(map(len, parts))
-    while left:
-        done = call(file, parts[:MOST_BUFFERS], offset)
-        if done == 0:
-            return False
-        offset, left = offset + done, left - done
-        if left:  # one call did not transfer all bytes
-            parts = list(parts)
-            while done >= len(parts[0]):
-                done -= len(parts.pop(0))
-            parts[0] = parts[0][done:]
-    return True
-
-
-def _write(file: int, parts: list[np.ndarray], offset: int) -> None:
-    if not _transfer(os.pwritev, file, parts, offset):
-        raise OSError(errno.EIO, "nothing could be written")
+def _crc32(content: bytes | memoryview, start: int = 0) -> bytes:
+    return zlib.crc32(content, start).to_bytes(CHECK, "little")
 
 
 def check_empty(path: Path) -> None:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,12 +32,32 @@ from fedjax_drift.disk import explained
 from fedjax_drift.errors import ConfigurationError, DamagedError, OtherRunError
 from fedjax_drift.storage import client_files
 from fedjax_drift.storage.client_files import INDEX, INITIAL, STATES, ClientFiles, damaged
-from fedjax_drift.storage.client_memory import ClientMemory
-from fedjax_drift.storage.identity import few
 from fedjax_drift.types import PyTree
 
-MOST_CLIENTS = 2**30  # so that the indices of N + K slots fit in int32
 ALIGNMENT = 64  # bytes; JAX's CPU backend uses arrays with this alignment without copying them
+
+
+class ClientMemory:
+    """Records in host memory, with the methods of `ClientFiles`."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, np.ndarray] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self._records.values()))
+
+    def reserve(self, end: int) -> None:
+        """Memory is only reserved when a record is written."""
+
+    def read(self, slot: int, client: int) -> np.ndarray:
+        return self._records[slot]
+
+    def write(self, slot: int, client: int, record: np.ndarray) -> None:
+        self._records[slot] = record
+
+    def close(self) -> None:
+        self._records = {}
 
 
 class _Table(NamedTuple):
@@ -44,10 +65,8 @@ class _Table(NamedTuple):
 
     round: int  # number of committed rounds
     slots: np.ndarray  # int32 [N], -1: the client has never taken part
-    seen: int
     free: np.ndarray  # int32 [F], slots below `end` that neither a client nor a pin uses
     end: int  # all slots >= end have never been used
-    pinned: np.ndarray  # bool [end], whether a pin uses the slot
 
 
 def _table(t: int, slots: np.ndarray, pins: Mapping[int, np.ndarray], end: int = 0) -> _Table:
@@ -55,12 +74,12 @@ def _table(t: int, slots: np.ndarray, pins: Mapping[int, np.ndarray], end: int =
 
     pins: the slots of each pinned round. end: a lower bound of the table's ``end``.
     """
-    end = max(end, *(int(held.max(initial=-1)) + 1 for held in (slots, *pins.values())), 0)
-    pinned, taken = np.zeros(end, bool), np.zeros(end, bool)
-    for held in pins.values():
-        pinned[held[held >= 0]] = True
-    taken[slots[slots >= 0]] = True
-    return _Table(t, slots, int(taken.sum()), np.flatnonzero(~(taken | pinned)).astype(np.int32), end, pinned)
+    tables = [slots, *pins.values()]
+    end = max(end, *(int(of.max(initial=-1)) + 1 for of in tables))
+    used = np.zeros(end, bool)
+    for of in tables:
+        used[of[of >= 0]] = True
+    return _Table(t, slots, np.flatnonzero(~used).astype(np.int32), end)
 
 
 class ClientStore:
@@ -70,19 +89,17 @@ class ClientStore:
     """
 
     def __init__(self, initial: PyTree, num_clients: int, identity: Mapping[str, Any]) -> None:
-        self.num_clients = checks.integer("num_clients", num_clients, 1, MOST_CLIENTS)
+        self.num_clients = num_clients
         leaves, structure = jax.tree.flatten(initial)
         self._structure: Any = structure
-        self._initial = [np.array(leaf, order="C") for leaf in leaves]
-        self._layout = tree.layout(jax.tree.unflatten(self._structure, self._initial))
-        if objects := [name for name, dtype, _ in self._layout if dtype == "object"]:
-            checks.refuse("client states must be numeric arrays", f"Python objects at {checks.listed(objects)}")
-        self._rows = [leaf.reshape(-1).view(np.uint8) for leaf in self._initial]  # [bytes] each
+        self._leaves = [np.array(leaf, order="C") for leaf in leaves]
+        self._layout = tree.layout(jax.tree.unflatten(self._structure, self._leaves))
+        self._edges = np.cumsum([0, *(leaf.nbytes for leaf in self._leaves)]).tolist()  # of the leaves in a record
+        self._initial = np.concatenate([np.zeros(0, np.uint8), *(leaf.reshape(-1).view("u1") for leaf in self._leaves)])
         self._header = client_files.header(self.num_clients, self._layout, identity)
         self._pins: dict[int, np.ndarray] = {}  # round -> slots, int32 [N]
-        self._table = _table(0, np.full(self.num_clients, -1, np.int32), self._pins)
+        self._table: _Table | None = _table(0, np.full(self.num_clients, -1, np.int32), {})  # None: read the index
         self._records: ClientMemory | ClientFiles | None = None  # None: closed
-        self._pending: tuple[_Table, int] | None = None
 
     @classmethod
     def create(
@@ -96,7 +113,7 @@ class ClientStore:
 
         Args:
           initial: the state of ONE client before its first round, as arrays without a client axis.
-          num_clients: N, in 1..2**30.
+          num_clients: N.
           path: a new or empty folder for the states. Default: host memory. The folder may also have a store that was
             created with the same arguments and has no commits. (A run that ended before its first save leaves such a
             store.)
@@ -104,47 +121,35 @@ class ClientStore:
 
         Raises:
           InUseError: the folder is in use.
-          ValueError: an argument is out of range, or the folder has other files or cannot be written.
+          ValueError: the folder has other files or cannot be written.
         """
         store = cls(initial, num_clients, identity or {})
         if path is None:
-            store._records = ClientMemory(store._record_bytes)
+            store._records = ClientMemory()
             return store
         path = Path(path).absolute()
         if path.exists() and not path.is_dir():
             checks.refuse("path must be a folder", f"the file {path}", "choose another path")
         if (path / INDEX).exists():
-            return store._as_made_before(path, identity)
+            with contextlib.suppress(DamagedError, OtherRunError):
+                old = cls.open(path, initial, num_clients, identity)
+                if not (old.round or old.seen) and np.array_equal(old._initial, store._initial):
+                    return old
+                old.close()
+            fix = "choose another folder, or open this store with Simulation.reopen"
+            checks.refuse("path must be a new or empty folder", f"{path}, which has a client store", fix)
         with explained(path):
             path.mkdir(parents=True, exist_ok=True)
             client_files.check_empty(path)
-            files = ClientFiles(path, store._record_bytes, create=True)
-        try:
+            files = ClientFiles(path, len(store._initial), create=True)
+        with files.closed_after_errors(), explained(path):
             client_files.check_empty(path)  # again, because the folder is locked now
-            with explained(path):
-                files.prepare(store._header, 0, store._table.slots)
-                files.reserve(0)
-                files.write(INITIAL, store.num_clients, store._rows)
-                files.publish()
-        except BaseException:
-            files.close()
-            raise
+            files.prepare(store._header, 0, store._now().slots)
+            files.reserve(0)
+            files.write(INITIAL, num_clients, store._initial)
+            files.publish()
         store._records = files
         return store
-
-    def _as_made_before(self, path: Path, identity: Mapping[str, Any] | None) -> ClientStore:
-        """Returns the store in the folder if it equals this new one. Raises ConfigurationError if it does not."""
-        existing = None
-        with contextlib.suppress(DamagedError, OtherRunError):
-            initial = jax.tree.unflatten(self._structure, self._initial)
-            existing = ClientStore.open(path, initial, self.num_clients, identity)
-            rows = zip(existing._rows, self._rows, strict=True)
-            if not (existing.round or existing.seen) and all(np.array_equal(*pair) for pair in rows):
-                return existing
-        if existing is not None:
-            existing.close()
-        fix = "choose another folder, or open this store with Simulation.reopen (ClientStore.open)"
-        checks.refuse("path must be a new or empty folder", f"{path}, which has a client store", fix)
 
     @classmethod
     def open(
@@ -156,7 +161,8 @@ class ClientStore:
         round: int | None = None,  # noqa: A002
         strict: bool = True,
     ) -> ClientStore:
-        """Opens the client store in a folder, with the states of its last commit.
+        """Opens the client store in a folder, with the states of its last commit. After an error the files are
+        unchanged.
 
         Args:
           path: the folder.
@@ -171,35 +177,27 @@ class ClientStore:
           OtherRunError: the store was created with other arguments. The message lists the differences.
           InUseError: the folder is in use.
           ValueError: the folder has no client store, is damaged, or has another format.
-
-        After each of these errors the files are unchanged.
         """
         store = cls(initial, num_clients, identity or {})
         path = Path(path).absolute()
         name = INDEX if round is None else client_files.pin_file(round)
-        if not (path / name).is_file():
-            raise DamagedError(
-                f"path must be the folder of a client store, got {path}, which has no {name}: use ClientStore.create"
-            )
-        if not (path / STATES).is_file():
-            raise damaged(path, f"its file {STATES} is missing")
+        for file in (name, STATES):
+            if not (path / file).is_file():
+                raise DamagedError(f"path must be the folder of a client store, got {path}, which has no {file}")
         with explained(path):
-            files = ClientFiles(path, store._record_bytes, create=False)
-        try:
+            files = ClientFiles(path, len(store._initial), create=False)
+        with files.closed_after_errors():
             header, slots = files.read_index(name)
             if round not in (None, header["round"]):
                 raise damaged(path, f"its file {name} is of round {header['round']}")
             client_files.check_same(path, header, store._header, strict)
             files.check_size(int(slots.max(initial=-1)) + 1)
-            files.read(INITIAL, store.num_clients, store._rows)
+            store._initial = files.read(INITIAL, num_clients)
             store._pins = dict(files.read_pins())
             if round is not None:
                 with explained(path):
                     files.prepare(store._header, round, slots)
                     files.publish()
-        except BaseException:
-            files.close()
-            raise
         store._table = _table(header["round"], slots, store._pins)
         files.end = store._table.end
         store._records = files
@@ -208,12 +206,12 @@ class ClientStore:
     @property
     def round(self) -> int:
         """The number of committed rounds: 0 at first, then the ``round`` of the last `commit`."""
-        return self._now()[0].round
+        return self._now().round
 
     @property
     def seen(self) -> int:
         """Number of clients whose state has been committed."""
-        return self._now()[0].seen
+        return len(self.ids)
 
     @property
     def nbytes(self) -> int:
@@ -222,8 +220,7 @@ class ClientStore:
         Without pins, these are 4 N bytes for the table, one record per client that has taken part, and up to about K
         more records.
         """
-        table, records = self._now()
-        return records.nbytes + table.slots.nbytes
+        return self._opened().nbytes + self._now().slots.nbytes
 
     @property
     def in_files(self) -> bool:
@@ -233,7 +230,7 @@ class ClientStore:
     @property
     def ids(self) -> np.ndarray:
         """The ids of the clients whose state has been committed, [seen], in ascending order."""
-        return np.flatnonzero(self._now()[0].slots >= 0)
+        return np.flatnonzero(self._now().slots >= 0)
 
     @property
     def pins(self) -> list[int]:
@@ -241,29 +238,22 @@ class ClientStore:
         return sorted(self._pins)
 
     def pin(self) -> None:
-        """Keeps the states of the current round, so that `open` can return to it.
+        """Keeps the states of the current round in their files, so that `open` can return to it.
 
         The records are not copied. Later commits do not overwrite them, so the store grows by the records that later
-        rounds change.
-
-        Raises:
-          ValueError: the states are in host memory.
-          OSError: the table could not be written.
+        rounds change. Raises OSError if the table could not be written.
         """
-        table, records = self._now()
-        if not isinstance(records, ClientFiles):
-            checks.refuse(
-                "only a client store in files can be pinned", "one in host memory", "copy its states with gather"
-            )
-        records.pin(table.round)
+        table, files = self._now(), self._opened()
+        assert isinstance(files, ClientFiles)
+        files.pin(table.round)
         self._pins[table.round] = table.slots
         self._table = _table(table.round, table.slots, self._pins, table.end)
 
     def unpin(self, round: int) -> None:  # noqa: A002
         """Deletes the pin of this round, if there is one. Records that are not needed any more become free."""
-        table, records = self._now()
-        if isinstance(records, ClientFiles) and self._pins.pop(round, None) is not None:
-            records.unpin(round)
+        table, files = self._now(), self._opened()
+        if isinstance(files, ClientFiles) and self._pins.pop(round, None) is not None:
+            files.unpin(round)
             self._table = _table(table.round, table.slots, self._pins, table.end)
 
     def gather(self, ids: np.ndarray | Sequence[int]) -> PyTree:
@@ -273,20 +263,17 @@ class ClientStore:
         ``initial``. The arrays are new copies. On a CPU, `jax.device_put` may use their memory without copying them, so
         do not write to the arrays after that call.
 
-        Raises:
-          ValueError: an id is not in 0..N.
-          DamagedError: a record in the files is damaged.
+        Raises DamagedError if a record in the files is damaged.
         """
-        table, records = self._now()
-        ids = self._check_ids(ids)
-        slots = np.where(ids < self.num_clients, table.slots[np.minimum(ids, self.num_clients - 1)], -1)
-        states, rows = self._empty(len(ids))
-        unseen = slots < 0
-        for row, initial in zip(rows, self._rows, strict=True):
-            row[unseen] = initial
-        for k in np.argsort(slots, kind="stable")[unseen.sum() :].tolist():  # in the file's order
-            records.read(int(slots[k]), int(ids[k]), [row[k] for row in rows])
-        return states
+        table, records, ids = self._now(), self._opened(), np.asarray(ids)
+        slots = np.append(table.slots, np.int32(-1))[ids]
+        leaves = [_aligned((len(ids), *leaf.shape), leaf.dtype) for leaf in self._leaves]
+        rows = self._rows(leaves, len(ids))
+        for k, slot in enumerate(slots.tolist()):
+            record = self._initial if slot < 0 else records.read(slot, int(ids[k]))
+            for row, (start, stop) in zip(rows, pairwise(self._edges), strict=True):
+                row[k] = record[start:stop]
+        return jax.tree.unflatten(self._structure, leaves)
 
     def commit(
         self,
@@ -300,7 +287,7 @@ class ClientStore:
         Args:
           ids: [K] client ids, all different. The id N, which stands for no client, may be repeated.
           states: leaves [K, ...], with the structure, shapes and dtypes of ``initial``.
-          round: the number of completed rounds, including this one. It must be larger than the property `round`.
+          round: the number of completed rounds, including this one.
           keep: bool [K]. If an entry is False, the new state is not stored, and the client keeps its old state.
             Default: all True.
 
@@ -309,39 +296,24 @@ class ClientStore:
             space again.
           MemoryError: there is not enough host memory.
         """
-        table, records = self._now()
-        ids = self._check_ids(ids)
-        t = checks.integer("round", round, table.round + 1, fix=f"round {table.round} was the last one committed")
-        rows = self._check_states(states, len(ids))
-        present = ids < self.num_clients
-        if len(np.unique(ids[present])) < present.sum():
-            values, counts = np.unique(ids[present], return_counts=True)
-            checks.refuse(
-                "ids must contain each client at most once", f"{values[counts.argmax()]} {counts.max()} times"
-            )
-        if keep is not None:
-            present &= _check_keep(keep, len(ids))
-        places = np.flatnonzero(present)
-        recycled = table.free[: len(places)]
-        end = table.end + len(places) - len(recycled)
+        table, records, ids = self._now(), self._opened(), np.asarray(ids)
+        rows = self._rows([np.ascontiguousarray(leaf) for leaf in self._structure.flatten_up_to(states)], len(ids))
+        present = np.flatnonzero((ids < self.num_clients) & (True if keep is None else keep))
+        recycled = table.free[: len(present)]
+        end = table.end + len(present) - len(recycled)
         new = np.concatenate([recycled, np.arange(table.end, end, dtype=np.int32)])
-        old = table.slots[ids[places]]
-        old = old[old >= 0]
-        pinned = np.pad(table.pinned, (0, end - table.end))
-        with _kept(table.round, t):
+        slots = table.slots.copy()
+        slots[ids[present]] = new
+        with _kept(table.round, round):
             records.reserve(end)
-            for k, slot in zip(places.tolist(), new.tolist(), strict=True):
-                records.write(slot, int(ids[k]), [row[k] for row in rows])
-            slots = table.slots.copy()
-            slots[ids[places]] = new
-            free = np.concatenate([table.free[len(places) :], old[~pinned[old]]])
-            following = _Table(t, slots, table.seen + len(places) - len(old), free, end, pinned)
-            if isinstance(records, ClientMemory):
-                self._table = following
-                return
-            self._pending = following, records.prepare(self._header, t, slots)
-            records.publish()
-            self._now()
+            for k, slot in zip(present.tolist(), new.tolist(), strict=True):
+                records.write(slot, int(ids[k]), np.concatenate([self._initial[:0], *(row[k] for row in rows)]))
+            following = _table(round, slots, self._pins, end)
+            if isinstance(records, ClientFiles):
+                records.prepare(self._header, round, slots)
+                self._table = None  # if Ctrl-C interrupts the next line, the index says which round is stored
+                records.publish()
+        self._table = following
 
     def close(self) -> None:
         """Frees the memory, or unlocks the folder. Nothing is written, because commits are stored immediately."""
@@ -362,62 +334,35 @@ class ClientStore:
         megabytes = f"{self.nbytes / 1e6:.1f} MB"
         return f"ClientStore({self.num_clients} clients, {self.seen} seen, round {self.round}, {megabytes} {where})"
 
-    @property
-    def _record_bytes(self) -> int:
-        """The number of bytes of a client's state."""
-        return sum(len(row) for row in self._rows)
-
-    def _now(self) -> tuple[_Table, ClientMemory | ClientFiles]:
-        """Returns the table and the records. Raises ConfigurationError if the store is closed."""
+    def _opened(self) -> ClientMemory | ClientFiles:
+        """Returns the records. Raises ConfigurationError if the store is closed."""
         if self._records is None:
             raise ConfigurationError("the client store is closed: open it again, or use it before closing it")
-        if self._pending is not None:
-            # `_pending` is set before the index is renamed. If Ctrl-C interrupted the commit, the index shows whether
-            # it was renamed.
-            following, written = self._pending
-            if isinstance(self._records, ClientFiles) and self._records.published(written):
-                self._table = following
-            self._pending = None
-        return self._table, self._records
+        return self._records
 
-    def _check_ids(self, ids: np.ndarray | Sequence[int]) -> np.ndarray:
-        """Returns the checked ids, int64 [K]."""
-        array = np.asarray(ids)
-        if array.ndim != 1 or not np.issubdtype(array.dtype, np.integer):
-            checks.refuse("ids must be a list of client ids", f"{array.dtype}{list(array.shape)}")
-        bad = array[(array < 0) | (array > self.num_clients)]
-        if len(bad):
-            checks.refuse(f"ids must be in 0..{self.num_clients} ({self.num_clients} stands for no client)", bad[0])
-        return array.astype(np.int64)
+    def _now(self) -> _Table:
+        """Returns the table of the last commit."""
+        if self._table is None:
+            files = self._opened()
+            assert isinstance(files, ClientFiles)
+            header, slots = files.read_index(INDEX)
+            self._table = _table(header["round"], slots, self._pins, files.end)
+        return self._table
 
-    def _check_states(self, states: PyTree, K: int) -> list[np.ndarray]:
-        """Returns the bytes of the leaves, each uint8 [K, bytes]."""
-        leaves, structure = jax.tree.flatten(states)
-        arrays = [np.asarray(leaf) for leaf in leaves]
-        if structure != self._structure or any(
-            array.shape != (K, *leaf.shape) or array.dtype != leaf.dtype
-            for array, leaf in zip(arrays, self._initial, strict=True)
-        ):
-            want = [[name, dtype, [K, *shape]] for name, dtype, shape in self._layout]
-            got = tree.layout(jax.tree.unflatten(structure, arrays))
-            by_name = client_files.leaves_by_name
-            wrong = tree.differences(by_name(got), by_name(want), "instead of") or [checks.type_of(states)]
-            checks.refuse(
-                f"states must have the leaves of the initial state with a first axis of length {K}", few(wrong)
-            )
-        rows = zip(arrays, self._rows, strict=True)
-        return [np.ascontiguousarray(a).reshape(-1).view(np.uint8).reshape(K, len(row)) for a, row in rows]
+    def _rows(self, leaves: Sequence[np.ndarray], K: int) -> list[np.ndarray]:
+        """Returns the memory of leaves [K, ...] as bytes, each uint8 [K, bytes]."""
+        return [
+            leaf.reshape(-1).view(np.uint8).reshape(K, stop - start)
+            for leaf, (start, stop) in zip(leaves, pairwise(self._edges), strict=True)
+        ]
 
-    def _empty(self, K: int) -> tuple[PyTree, list[np.ndarray]]:
-        """Returns uninitialized states with leaves [K, ...], and the same memory as uint8 arrays [K, bytes]."""
-        sizes = [K * len(row) for row in self._rows]
-        starts = np.cumsum([0] + [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes])
-        memory = np.empty(starts[-1] + ALIGNMENT, np.uint8)
-        memory = memory[-memory.ctypes.data % ALIGNMENT :]
-        flat = [memory[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        leaves = [m.view(leaf.dtype).reshape(K, *leaf.shape) for m, leaf in zip(flat, self._initial, strict=True)]
-        rows = [m.reshape(K, len(row)) for m, row in zip(flat, self._rows, strict=True)]
-        return jax.tree.unflatten(self._structure, leaves), rows
+
+def _aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Returns an uninitialized array whose first byte is aligned."""
+    size = int(np.prod(shape)) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 @contextlib.contextmanager
@@ -431,10 +376,3 @@ def _kept(before: int, t: int) -> Iterator[None]:
             f"the client states of round {t} could not be stored ({error.strerror}): the client store stays at round "
             f"{before}, and no states are lost; free some disk space or repair the folder, and repeat the round",
         ) from error
-
-
-def _check_keep(keep: Any, K: int) -> np.ndarray:
-    keep = np.asarray(keep)
-    if keep.dtype != bool or keep.shape != (K,):
-        checks.refuse(f"keep must be bool[{K}], one per id", f"{keep.dtype}{list(keep.shape)}")
-    return keep
