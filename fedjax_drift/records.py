@@ -183,22 +183,51 @@ def _runs(argument: str, value: Any) -> dict[str, Seeds]:
         below = sorted(log.parent for log in path.glob("*/rounds.jsonl"))
         if below and not (path / "rounds.jsonl").exists():
             return by_run_and_seed({folder.name: folder for folder in below})
-        return _by_algorithm(logs.read(path))
-    if _is_run(value):
-        return _by_setting([value])
+        value = logs.read(path)
+    value = [value] if _is_run(value) else value
     kind = _kind(value) if isinstance(value, Sequence) else ""
-    if kind == "run":
-        return _by_setting(value)
-    if kind == "history":
-        return {"": _numbered(value)}
-    if kind in ("record", "empty"):
-        return _by_algorithm(value)
-    items_type = f" of {type(value[0]).__name__}" if isinstance(value, Sequence) else ""
-    checks.refuse(
-        f"{argument} must be a history, a list or a dict of histories, the path of a log or the result of fd.sweep",
-        f"{checks.type_of(value)}{items_type}",
-        "pass the history of state, history = sim.run(...), or of logs {name: fd.logs.read(path)}",
-    )
+    parts: list[tuple[str, int | None, History]]  # the name, the seed and the history of each run
+    if kind == "run":  # with several algorithms, the name of a setting begins with the algorithm
+        several = len({run.algorithm for run in value}) > 1
+        settings = [[f"{name} {setting}" for name, setting in getattr(run, "setting", {}).items()] for run in value]
+        names = [", ".join([run.algorithm] * several + of) for run, of in zip(value, settings, strict=True)]
+        parts = [(name, run.seed, run.history) for name, run in zip(names, value, strict=True)]
+    elif kind == "history":  # their seeds are those in their records, or 0, 1, ... unless all have different ones
+        seeds = [seed for history in value for _, seed in _by_algorithm_and_seed(history)]
+        known = len(seeds) == len(set(seeds)) == len(value) and None not in seeds
+        parts = [("", seeds[i] if known else i, history) for i, history in enumerate(value)]
+    elif kind in ("record", "empty"):
+        parts = [(name, seed, history) for (name, seed), history in _by_algorithm_and_seed(value).items()]
+    else:
+        items_type = f" of {type(value[0]).__name__}" if isinstance(value, Sequence) else ""
+        checks.refuse(
+            f"{argument} must be a history, a list or a dict of histories, the path of a log or the result of fd.sweep",
+            f"{checks.type_of(value)}{items_type}",
+            "pass the history of state, history = sim.run(...), or of logs {name: fd.logs.read(path)}",
+        )
+    runs: dict[str, Seeds] = {}
+    for name, seed, history in parts:
+        if seed in runs.setdefault(name, {}):
+            checks.refuse(
+                "records must have one run for each setting and seed",
+                f"two of {name or value[0].algorithm} with seed {seed}",
+                "pass a dict from a name to the result of each sweep",
+            )
+        runs[name][seed] = history
+    return runs or {"": {None: []}}
+
+
+def _by_algorithm_and_seed(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int | None], History]:
+    """A dict from (algorithm, seed) to a history. Of an algorithm, records without a seed come first, and then the
+    seeds in ascending order. Records without an algorithm belong to the algorithm ""."""
+    histories: dict[tuple[str, int | None], list[Mapping[str, Any]]] = {}
+    for record in records:
+        seed = record.get("seed")
+        seed = None if seed is None else checks.integer("records' seed", seed, 0)
+        histories.setdefault((str(record.get("algorithm", "")), seed), []).append(record)
+    names = [*dict.fromkeys(name for name, _ in histories)]
+    order = sorted(histories, key=lambda each: (names.index(each[0]), -1 if each[1] is None else each[1]))
+    return {each: histories[each] for each in order}
 
 
 def _is_run(item: Any) -> bool:
@@ -214,56 +243,3 @@ def _kind(items: Sequence[Any]) -> str:
 
     kinds = {"record": lambda item: isinstance(item, Mapping), "run": _is_run, "history": is_history}
     return next((kind for kind, is_one in kinds.items() if all(map(is_one, items))), "") if items else "empty"
-
-
-def _by_setting(runs: Sequence[Any]) -> dict[str, Seeds]:
-    """A dict from a setting to its histories by seed, for the results of sweeps and of `fd.load_run`.
-
-    With several algorithms, the name of a setting begins with the algorithm.
-    """
-    several_algorithms = len({run.algorithm for run in runs}) > 1
-    by_name: dict[str, Seeds] = {}
-    for run in runs:
-        setting = [f"{name} {value}" for name, value in getattr(run, "setting", {}).items()]
-        name = ", ".join([run.algorithm, *setting] if several_algorithms else setting)
-        seeds = by_name.setdefault(name, {})
-        if run.seed in seeds:
-            checks.refuse(
-                "records must have one run for each setting and seed",
-                f"two of {name or run.algorithm} with seed {run.seed}",
-                "pass a dict from a name to the result of each sweep",
-            )
-        seeds[run.seed] = run.history
-    return by_name
-
-
-def _numbered(histories: Sequence[History]) -> Seeds:
-    """The histories of a list by seed: the seed of their records, or 0, 1, ... unless all have different seeds."""
-    seeds = [seed for history in histories for seed in _seeds(history)]
-    if len(seeds) == len(set(seeds)) == len(histories) and None not in seeds:
-        return dict(zip(seeds, histories, strict=True))
-    return dict(enumerate(histories))
-
-
-def _by_algorithm(records: Sequence[Mapping[str, Any]]) -> dict[str, Seeds]:
-    """A dict from an algorithm to its histories, for the records of a log.
-
-    Records without an algorithm belong to the algorithm "".
-    """
-    algorithms: dict[str, list[Mapping[str, Any]]] = {}
-    for record in records:
-        algorithms.setdefault(str(record.get("algorithm", "")), []).append(record)
-    return {name: _seeds(history) for name, history in algorithms.items()} or {"": {None: []}}
-
-
-def by_seed(records: Sequence[Mapping[str, Any]]) -> list[History]:
-    """One history per seed, sorted by seed. Records without a seed form one history, which comes first."""
-    return list(_seeds(records).values())
-
-
-def _seeds(records: Sequence[Mapping[str, Any]]) -> Seeds:
-    seeds: dict[int | None, list[Mapping[str, Any]]] = {}
-    for record in records:
-        seed = record.get("seed")
-        seeds.setdefault(None if seed is None else checks.integer("records' seed", seed, 0), []).append(record)
-    return {seed: seeds[seed] for seed in sorted(seeds, key=lambda seed: (seed is not None, seed))}

@@ -313,7 +313,7 @@ def test_runs_of_several_algorithms_and_settings_have_distinct_names(tmp_path):
     folders = [tmp_path / f"seed{seed}" for seed in range(2)]
     (line,) = plots.curves({"A": [logs.read(folder) for folder in folders]}).axes[0].lines
     assert line.get_ydata().tolist() == pytest.approx([55, 55])
-    lines = [{"algorithm": a, "seed": s, "round": 1, "accuracy": 0.1} for a in "xy" for s in (1, 2)]
+    lines = [{"algorithm": a, "seed": int(s), "round": 1, "accuracy": 0.1} for a, s in ("x1", "x2", "y0")]
     assert names(lines) == ["x", "y"] and names({"A": lines, "B": lines[:2]}) == ["A, x", "A, y", "B"]
 
 

@@ -22,7 +22,7 @@ from fedjax_drift.cli.flags import add, add_switch
 from fedjax_drift.cli.values import COUNT, COUNT_OR_ZERO, LOCAL_PATH
 from fedjax_drift.disk import replacing
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.records import By, by_seed
+from fedjax_drift.records import By
 from fedjax_drift.run_folder import CONFIG
 
 
@@ -123,8 +123,7 @@ def write_results(
     ):
         files[f"{draw.__name__}.png"] = partial(draw, records)
     files["curves.png"] = partial(plots.curves, records, x=by)
-    first = next(map(by_seed, records.values()), [()])[0]  # for one seed, all algorithms have the same cohorts
-    files["label_mix.png"] = partial(plots.label_mix, first)
+    files["label_mix.png"] = partial(plots.label_mix, next(iter(records.values()), []))
     if target is not None:
         files["rounds_to_target.png"] = partial(plots.rounds_to_target, records, target, by=by)
         files["drift_story.png"] = partial(plots.drift_story, records, target, data)

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-import fedjax_drift as fd
 from fedjax_drift import checks
 from fedjax_drift.cli import run
 from fedjax_drift.cli.flags import Parser, add
 from fedjax_drift.cli.output import add_output
-from fedjax_drift.cli.render import wrap, wrapped_command
+from fedjax_drift.cli.render import reached, wrap, wrapped_command
 from fedjax_drift.cli.values import COUNT, SEED
 
 # The model is logistic regression, as in the experiments of SCAFFOLD (section 7). The result is the same with all
@@ -87,18 +86,12 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
 def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float) -> str:
     """Returns one line per algorithm: the round in which it first reaches the target, and means over the last
     rounds."""
-    try:
-        reached = fd.rounds_to_target(records, target)
-    except ValueError:  # stopped before the first evaluation
-        reached = {}
     width = max(map(len, ["algorithm", *records]))
     lines = [f"{'algorithm':{width}}  rounds to {100 * target:g} %  accuracy  client drift"]
+    met = reached(records, target)
     for name, history in records.items():
-        met = "-"
-        for seed_run in reached.get(name, ()):
-            met = f"> {seed_run.after}" if seed_run.round is None else str(seed_run.round)
         accuracy, drift = (_mean(history, key) for key in ("accuracy", "client_drift"))
-        lines.append(f"{name:{width}}  {met:>14}  {100 * accuracy:6.1f} %  {drift:12.2g}")
+        lines.append(f"{name:{width}}  {met[name]:>14}  {100 * accuracy:6.1f} %  {drift:12.2g}")
     shown = min(LAST, max(map(len, records.values())))
     return "\n".join([*lines, f"Accuracy and client drift (FedEve, equation 4) are means of the last {shown} rounds."])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 import textwrap
@@ -14,7 +15,7 @@ import numpy as np
 import fedjax_drift as fd
 from fedjax_drift.cli.flags import DATASET
 from fedjax_drift.plots.lines import BANDS
-from fedjax_drift.records import By, by_seed
+from fedjax_drift.records import By, by_run
 
 
 def show_error(error: object) -> None:
@@ -67,8 +68,8 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
     the band of the plots.
     """
     width = min(NAME_WIDTH, max(map(len, ["algorithm", *records])))
-    runs = {name: by_seed(history) for name, history in records.items()}
-    met = {} if target is None else _met(runs, target, by)
+    runs = by_run(records)
+    met = {} if target is None else reached(runs, target, by)
     last = "s/round" if target is None else f"{BRIEF[by]}to {100 * target:g} %"
     lines = [f"{'algorithm':{width}}  rounds  accuracy     best  at round  train loss  {last:>8}"]
     for name, seeds in runs.items():
@@ -89,20 +90,17 @@ def table(records: Mapping[str, Sequence[Mapping[str, Any]]], target: float | No
     return "\n".join(lines)
 
 
-def _met(runs: Mapping[str, Sequence[Any]], target: float, by: By) -> dict[str, str]:
+def reached(runs: Mapping[str, Sequence[Any]], target: float, by: By = "round") -> dict[str, str]:
     """Returns when each algorithm first reaches the target, as a mean over seeds.
 
-    ">" means that at least one seed does not reach it.
+    ">" means that at least one seed does not reach it, and "-" that nothing was evaluated.
     """
-    try:
-        reached = fd.rounds_to_target(runs, target, by=by)
-    except ValueError:  # nothing was evaluated
-        return dict.fromkeys(runs, "-")
-    said = dict.fromkeys(runs, "-")
-    for name, seeds in reached.items():
-        mean = np.mean([seed.after if seed.round is None else seed.round for seed in seeds])
-        said[name] = ">" * any(seed.round is None for seed in seeds) + f"{mean:.4g}"
-    return said
+    told = dict.fromkeys(runs, "-")
+    with contextlib.suppress(ValueError):  # nothing was evaluated
+        for name, seeds in fd.rounds_to_target(runs, target, by=by).items():
+            mean = np.mean([seed.after if seed.round is None else seed.round for seed in seeds])
+            told[name] = "> " * any(seed.round is None for seed in seeds) + f"{mean:.4g}"
+    return told
 
 
 def _accuracies(seeds: Sequence[Sequence[Mapping[str, Any]]], key: str) -> str:
