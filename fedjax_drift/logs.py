@@ -15,7 +15,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,8 +65,7 @@ class Log:
     ) -> None:
         self.folder = Path(folder)
         self._columns: dict[str, None] = {}  # the columns of the CSV file, in order
-        self._table: _Lines | None = None  # the CSV file
-        self._behind = True  # whether the CSV file lacks rows of the JSON file
+        self._table: _Lines | None = None  # the CSV file; None: it lacks rows or columns of the JSON file
         self._writes, self._warned = is_first(), False
         if not self._writes:
             return
@@ -76,9 +75,9 @@ class Log:
         text = b"".join(map(_line, before or []))
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            replace_file(self.folder / "rounds.jsonl", text.decode())
+            replace_file(self.folder / "rounds.jsonl", text)
             self._lines = _Lines(self.folder / "rounds.jsonl")
-            self._renew_table()
+            self._table = self._new_table()
         except OSError as error:
             fix = "choose another folder, or make it writable"
             checks.refuse("folder must be where files can be written", f"{self.folder} ({error.strerror})", fix, error)
@@ -87,13 +86,18 @@ class Log:
         """Writes one record."""
         line = _line(record)
         if self._writes:
-            self._try(self._lines.write, line)
-            self._try(self._to_table, record)
+            self._write(line, [_flat(record)])
 
-    def _try(self, write: Callable[..., Any], *arguments: Any) -> None:
-        """Calls ``write(*arguments)``. The first time that it raises OSError, there is a warning."""
+    def _write(self, line: bytes, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Appends to both files. The CSV file is rewritten if it lacks columns, or rows that could not be written."""
+        table, self._table = self._table, None
         try:
-            write(*arguments)
+            self._lines.write(line)
+            if table is not None and all(row.keys() <= self._columns.keys() for row in rows):
+                table.write(self._csv(rows))
+                self._table = table
+            else:
+                self._table = self._new_table()
         except OSError as error:
             if not self._warned:
                 checks.warn(
@@ -102,25 +106,16 @@ class Log:
                     "space has been freed"
                 )
             self._warned = True
+        if table is not None and table is not self._table:
+            table.close()
 
-    def _to_table(self, record: Record) -> None:
-        """Appends a row, or rewrites the CSV file if it lacks columns or rows."""
-        row = _flat(record)
-        self._behind |= bool(self._lines.missing) or not row.keys() <= self._columns.keys()
-        if self._table is not None and not self._behind:
-            self._table.write(self._csv([row]))
-        elif not self._lines.missing:
-            self._renew_table()
-
-    def _renew_table(self) -> None:
+    def _new_table(self) -> _Lines:
         """Rewrites the CSV file from the JSON file, with all columns so far."""
         rows = [_flat(record) for record in read(self.folder)]
         self._columns |= dict.fromkeys(name for row in rows for name in row)
         header = {name: name for name in self._columns}
-        replace_file(self.folder / "rounds.csv", self._csv([header, *rows]).decode() if rows else "")
-        if self._table is not None:
-            self._table.close()
-        self._table, self._behind = _Lines(self.folder / "rounds.csv"), False
+        replace_file(self.folder / "rounds.csv", self._csv([header, *rows]) if rows else b"")
+        return _Lines(self.folder / "rounds.csv")
 
     def _csv(self, rows: Sequence[Mapping[str, Any]]) -> bytes:
         text = io.StringIO()
@@ -130,11 +125,8 @@ class Log:
     def close(self) -> None:
         """Closes the files. The end of a ``with`` block calls it."""
         if self._writes:
-            self._try(self._lines.write, b"")
-            if self._behind and not self._lines.missing:
-                self._try(self._renew_table)
+            self._write(b"", [])
             for file in filter(None, (self._lines, self._table)):
-                self._try(file.write, b"")
                 file.close()
 
     def __enter__(self) -> Log:
@@ -150,22 +142,21 @@ class _Lines:
     def __init__(self, path: Path) -> None:
         self._file = FileIO(str(path), "ab")
         self._end = self._file.tell()
-        self.missing = b""
+        self._missing = b""
 
     def write(self, lines: bytes) -> None:
         """Appends the missing lines, then ``lines``. On failure, raises OSError and leaves the file unchanged."""
-        self.missing += lines
+        self._missing += lines
         try:
-            write_all(self._file, self.missing)
+            write_all(self._file, self._missing)
         except OSError:
             self._file.truncate(self._end)
             raise
-        self._end += len(self.missing)
-        self.missing = b""
+        self._end += len(self._missing)
+        self._missing = b""
 
     def close(self) -> None:
         self._file.close()
-        self.missing = b""
 
 
 @checked
