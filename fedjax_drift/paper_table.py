@@ -37,6 +37,10 @@ class Method(NamedTuple):
     evaluations: int  # the number of evaluations in this mean, the smallest of all seeds
     rounds: tuple[int, int]  # the last round of the shortest and of the longest run
     reached: list[Reached] | None  # None without a target
+    pairs: int | None = None  # the number of seeds that the baseline has too; None: it is the baseline
+    difference: Mean = Mean(math.nan, math.nan, math.nan)
+    """From the baseline, over the pairs. NaN without pairs, and if a run of a pair has diverged."""
+    p: float = math.nan  # of the paired t test, with Holm's correction for all methods of the table
 
     @property
     def score(self) -> Mean:
@@ -46,14 +50,6 @@ class Method(NamedTuple):
     @property
     def diverged(self) -> int:
         return sum(not math.isfinite(value) for value in self.scores.values())
-
-
-class Paired(NamedTuple):
-    """The difference of a method from the baseline."""
-
-    pairs: int  # the number of seeds that both have
-    difference: Mean  # over the pairs; NaN without pairs, and if a run of a pair has diverged
-    p: float  # of the paired t test, with Holm's correction for all methods of the table
 
 
 Target = Annotated[float, spec.number("a finite number", lambda v: True, (0, -1), (), computed=False)]
@@ -120,10 +116,10 @@ def table(
     methods = _methods(runs, last, key, target, by)
     first = next(iter(methods))
     baseline = first if baseline is None else checks.choice("baseline", baseline, methods)
-    pairs = _paired(methods, baseline)
+    methods = _compared(methods, baseline)
     if format == "csv":
-        return _csv(_numbers(methods, pairs, baseline, key, target, by))
-    cells = _cells(methods, pairs, baseline, key, target, by)
+        return _csv(methods, baseline, key, target, by)
+    cells = _cells(methods, baseline, key, target, by)
     return (_latex if format == "latex" else _markdown)(cells, _notes(methods, baseline, key, last, by))
 
 
@@ -155,34 +151,28 @@ def _methods(runs: dict[str, Seeds], last: int, key: str, target: float | None, 
     return methods
 
 
-def _paired(methods: dict[str, Method], baseline: str) -> dict[str, Paired]:
-    """The differences of all methods but the baseline from it."""
-    base, differences, pairs = methods[baseline].scores, {}, {}
+def _compared(methods: dict[str, Method], baseline: str) -> dict[str, Method]:
+    """The methods, all but the baseline with their difference from it."""
+    base, others = methods[baseline].scores, {}
     for name, method in methods.items():
         if name != baseline:
             common = [seed for seed in method.scores if seed in base]
             one, other = (np.array([scores[seed] for seed in common]) for scores in (method.scores, base))
-            pairs[name] = len(common)
             rounding = ROUNDING * float(np.fmax.reduce(np.abs([*one, *other]), initial=0.0))
-            differences[name] = statistics.mean(one - other, rounding)
-    corrected = statistics.holm([difference.p for difference in differences.values()])
-    return {
-        name: Paired(pairs[name], difference, p)
-        for (name, difference), p in zip(differences.items(), corrected, strict=True)
-    }
+            others[name] = method._replace(pairs=len(common), difference=statistics.mean(one - other, rounding))
+    corrected = statistics.holm([method.difference.p for method in others.values()])
+    return methods | {n: method._replace(p=p) for (n, method), p in zip(others.items(), corrected, strict=True)}
 
 
 # --- the cells --------------------------------------------------------------------------------------------------------
 
 
-def _numbers(
-    methods: dict[str, Method], pairs: dict[str, Paired], baseline: str, key: str, target: float | None, by: str
-) -> list[dict[str, str | float | None]]:
-    """The rows of the CSV file. None is an empty field."""
-    rows: list[dict[str, str | float | None]] = []
+def _csv(methods: dict[str, Method], baseline: str, key: str, target: float | None, by: str) -> str:
+    """The numbers as CSV. NaN is an empty field."""
+    rows: list[dict[str, str | float]] = []
     for name, method in methods.items():
-        score = method.score
-        row: dict[str, str | float | None] = {
+        score, gap = method.score, method.difference
+        row: dict[str, str | float] = {
             "method": name, "seeds": len(method.scores), "diverged": method.diverged,
             "evaluations": method.evaluations, "shortest_run": method.rounds[0], "longest_run": method.rounds[1],
             key: score.value, f"{key}_low_95": score.low, f"{key}_high_95": score.high,
@@ -190,25 +180,23 @@ def _numbers(
         if target is not None:
             met = [seed.round for seed in method.reached or () if seed.round is not None]
             everyone = len(met) == len(method.scores)
-            row |= {
-                "target": target,
-                "reached": len(met),
-                f"{UNITS[by].lower()}_to_target": float(np.mean(met)) if everyone else None,
-            }
+            row |= {"target": target, "reached": len(met)}
+            row[f"{UNITS[by].lower()}_to_target"] = float(np.mean(met)) if everyone else math.nan
         if len(methods) > 1:
-            pair = pairs.get(name, Paired(0, statistics.mean([]), math.nan))
-            gap = pair.difference
             row |= {
-                "baseline": baseline, "pairs": pair.pairs if name in pairs else None, "difference": gap.value,
-                "difference_low_95": gap.low, "difference_high_95": gap.high, "p": gap.p, "p_holm": pair.p,
+                "baseline": baseline, "pairs": "" if method.pairs is None else method.pairs, "difference": gap.value,
+                "difference_low_95": gap.low, "difference_high_95": gap.high, "p": gap.p, "p_holm": method.p,
             }  # fmt: skip
         rows.append(row)
-    return rows
+    text = io.StringIO()
+    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({n: f"{x:.6g}".replace("nan", "") if isinstance(x, float) else x for n, x in row.items()}
+                     for row in rows)  # fmt: skip
+    return text.getvalue()
 
 
-def _cells(
-    methods: dict[str, Method], pairs: dict[str, Paired], baseline: str, key: str, target: float | None, by: str
-) -> Cells:
+def _cells(methods: dict[str, Method], baseline: str, key: str, target: float | None, by: str) -> Cells:
     """The headings and the rows of the table, as text."""
     percent = key.endswith("accuracy")
     factor = 100 if percent else 1
@@ -224,12 +212,11 @@ def _cells(
         some = f" ({method.diverged} of {n} diverged)" if method.diverged else ""
         row = [name, "diverged" if method.diverged == n else _interval(method.score, digits, factor) + some, str(n)]
         row += [_reached(method.reached or [])] if goal else []
-        if name in pairs:
-            paired, gap = pairs[name].pairs, _interval(pairs[name].difference, f"+{digits}", factor)
+        if len(methods) > 1:
+            paired, gap = method.pairs or 0, _interval(method.difference, f"+{digits}", factor)
             few = f" ({paired} pair{'s' * (paired != 1)})" if paired < max(n, len(methods[baseline].scores)) else ""
-            row += [gap + few * (gap != "-"), _p_value(pairs[name].p)]
-        elif len(methods) > 1:
-            row += ["-", "-"]
+            p = "-" if math.isnan(method.p) else "< 0.001" if method.p < 0.001 else f"{method.p:.3f}"
+            row += [gap + few * (gap != "-"), p]
         rows.append(row)
     return rows
 
@@ -250,10 +237,6 @@ def _reached(seeds: Sequence[Reached]) -> str:
     return rounds if met == len(seeds) else f"> {rounds} ({met} of {len(seeds)})"
 
 
-def _p_value(p: float) -> str:
-    return "-" if math.isnan(p) else "< 0.001" if p < 0.001 else f"{p:.3f}"
-
-
 def _notes(methods: dict[str, Method], baseline: str, key: str, last: int, by: str) -> list[str]:
     """What the numbers mean, and what makes the runs hard to compare."""
     counts = sorted({method.evaluations for method in methods.values()})
@@ -272,28 +255,13 @@ def _notes(methods: dict[str, Method], baseline: str, key: str, last: int, by: s
     if by == "round" and widest > 1:
         notes.append(f"Rounds to the target: the first evaluated round, with evaluations up to {widest} rounds apart.")
     if len({end for method in methods.values() for end in method.rounds}) > 1:
-        ends = (f"{name} {low}" + f" to {high}" * (low < high) for name, (_, _, (low, high), _) in methods.items())
+        rounds = {name: method.rounds for name, method in methods.items()}
+        ends = (f"{name} {low}" + f" to {high}" * (low < high) for name, (low, high) in rounds.items())
         notes.append(f"The runs have different numbers of rounds: {', '.join(ends)}.")
     return notes
 
 
 # --- the text ---------------------------------------------------------------------------------------------------------
-
-
-def _csv(rows: Sequence[dict[str, str | float | None]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, rows[0], lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({name: _plain(value) for name, value in row.items()})
-    return text.getvalue()
-
-
-def _plain(value: str | float | None) -> str | int | None:
-    """The value for a CSV file. NaN is an empty field."""
-    if isinstance(value, float):
-        return None if math.isnan(value) else f"{value:.6g}"
-    return value
 
 
 def _markdown(cells: Cells, notes: Sequence[str]) -> str:
