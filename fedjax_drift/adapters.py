@@ -30,8 +30,11 @@ def linen_fields(
 ) -> dict[str, Any]:
     """Returns the fields of a `Model`, with those in ``options`` replaced. See `Model.from_linen`."""
     from flax import linen
+    from flax.traverse_util import flatten_dict
 
-    _check_linen(module)
+    is_linen = isinstance(module, linen.Module)
+    if not is_linen:
+        checks.refuse("module must be an instance of a flax.linen.Module", _kind(module), _instead(module, "linen"))
     example = example_of(input_shape, options)
     training, evaluating = (_mode(module, "__call__", train) for train in (True, False))
 
@@ -64,9 +67,8 @@ def linen_fields(
     if extra := sorted(set(variables) - {"params", "batch_stats"}):
         what = f"{type(module).__name__} must have no variables except parameters and running statistics"
         checks.refuse(what, checks.listed(extra), "leave them out")
-    owners = None
-    if "batch_stats" in variables:
-        owners = batch_norm.linen_owners(layers, variables["batch_stats"])
+    statistics_of = flatten_dict(variables.get("batch_stats", {}))
+    owners = [layers.get(path[:-1], layers[()]) for path in statistics_of] or None
     kept = batch_norm.check(type(module).__name__, owners, statistics)
 
     def method(name: str) -> Any:
@@ -111,12 +113,6 @@ def linen_fields(
         fields["statistics"] = Statistics(kept, forward)
         _try_training(fields, module, example)
     return fields | options
-
-
-def _parameters(parts: tuple[Any, Any, Any, Any], kept: str | None) -> Params:
-    """The parameters of an nnx module, from its graph, its parameters, its running statistics and its other state."""
-    _, params, statistics, _ = parts
-    return params if kept is None else whole(params, statistics)
 
 
 def _mode(module: Any, method: str, train: bool) -> dict[str, bool]:
@@ -230,9 +226,13 @@ def nnx_fields(
         output = getattr(instance, METHODS[name])(x, **_mask(instance, METHODS[name], mask))
         return output, nnx.to_pure_dict(nnx.state(instance, nnx.BatchStat))
 
+    def init(key: jax.Array) -> Params:
+        _, params, running, _ = split(create(key))
+        return params if kept is None else whole(params, running)
+
     parts = {path: part for path, part in nnx.iter_graph(example) if isinstance(part, nnx.Module)}
     fields: dict[str, Any] = {
-        "init": lambda key: _parameters(split(create(key)), kept),
+        "init": init,
         "apply": method("__call__"),
         "train_apply": masks.like(type(example).__call__, train_apply) if streams and kept is None else None,
         "features": method("features"),
@@ -259,13 +259,6 @@ def example_of(input_shape: tuple[int, ...], options: dict[str, Any]) -> jax.Sha
     is_number = lambda dtype: dtype.kind == "b" or jnp.issubdtype(dtype, jnp.number)  # noqa: E731
     dtype = checks.dtype("input_dtype", input_dtype, "a dtype of numbers such as jnp.int32", is_number)
     return jax.ShapeDtypeStruct((1, *input_shape), dtype)
-
-
-def _check_linen(module: Any) -> None:
-    from flax import linen
-
-    if not isinstance(module, linen.Module):
-        checks.refuse("module must be an instance of a flax.linen.Module", _kind(module), _instead(module, "linen"))
 
 
 def _kind(value: Any) -> str:

@@ -61,8 +61,10 @@ def check(name: str, owners: Iterable[Any] | None, kept: Kept | None) -> Kept | 
             'keeps its own) or "frozen" (they keep their initial values, also in training); or replace BatchNorm by '
             "GroupNorm (of flax.linen, flax.nnx, torch.nn or fd.models.layers), which has none",
         )
+    from flax import linen, nnx
+
     for owner in owners:
-        if not _is_batch_norm(owner):
+        if not isinstance(owner, linen.BatchNorm | nnx.BatchNorm):
             checks.refuse(
                 "running statistics must be those of flax's BatchNorm",
                 f"those of {type(owner).__name__} in {name}",
@@ -75,12 +77,6 @@ def check(name: str, owners: Iterable[Any] | None, kept: Kept | None) -> Kept | 
                 "leave it out, because a client normalises with the statistics of its own batches",
             )
     return kept
-
-
-def _is_batch_norm(layer: Any) -> bool:
-    from flax import linen, nnx
-
-    return isinstance(layer, linen.BatchNorm | nnx.BatchNorm)
 
 
 def collections(params: Params, kept: str | None, statistics: PyTree = None) -> dict[str, PyTree]:
@@ -122,13 +118,6 @@ def noting(layers: dict[tuple[str, ...], Any]) -> Any:
         return next_call(*args, **kwargs)
 
     return linen.intercept_methods(note)
-
-
-def linen_owners(layers: dict[tuple[str, ...], Any], statistics: PyTree) -> list[Any]:
-    """The layers that have running statistics."""
-    from flax.traverse_util import flatten_dict
-
-    return [layers.get(path[:-1], layers[()]) for path in flatten_dict(statistics)]
 
 
 def linen_call(

@@ -140,11 +140,11 @@ class Frozen:
 
     def replaced(self, arrays: PyTree) -> Frozen:
         """The same with other arrays, or with shapes instead of arrays, for `jax.eval_shape`."""
-        return Frozen(self.shapes, lambda: jax.tree.map(_zeros_if_shape, arrays))
 
+        def array(a: Any) -> Any:
+            return jnp.zeros(a.shape, a.dtype) if isinstance(a, jax.ShapeDtypeStruct) else a
 
-def _zeros_if_shape(array: Any) -> Any:
-    return jnp.zeros(array.shape, array.dtype) if isinstance(array, jax.ShapeDtypeStruct) else array
+        return Frozen(self.shapes, lambda: jax.tree.map(array, arrays))
 
 
 # --- form and numbers -------------------------------------------------------------------------------------------------

@@ -77,11 +77,6 @@ def crc32(tree: PyTree, start: int = 0) -> int:
     return start
 
 
-def all_finite(tree: PyTree) -> jax.Array:
-    """bool []: whether all floating-point leaves are finite."""
-    return first_nonfinite(tree) < 0
-
-
 def first_nonfinite(tree: PyTree) -> jax.Array:
     """int32 []: the index of the first leaf with a NaN or an infinity, in the order of `jax.tree.leaves`.
 

@@ -39,12 +39,6 @@ def curvature(
     return {"sharpness": eigenvalues, "hessian_trace": trace(product, theta, key, probes, first=steps)}
 
 
-def largest_eigenvalue(engine: Engine, params: Params, test: TestRows, key: jax.Array, steps: int) -> jax.Array:
-    """The largest eigenvalue of the Hessian at the model of a client, a scalar, on the device that trains it."""
-    theta, product = hessian(engine, params, test, on_all_devices=False)
-    return lanczos(product, theta, key, steps)[-1]
-
-
 def hessian(engine: Engine, params: Params, test: TestRows, on_all_devices: bool) -> tuple[jax.Array, Product]:
     """The trained parameters as a vector [d], and the product with the Hessian of the test loss.
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from fedjax_drift import checks, tree
 from fedjax_drift.local import full_gradient
-from fedjax_drift.measures.curvature import curvature, largest_eigenvalue
+from fedjax_drift.measures.curvature import curvature, hessian, lanczos
 from fedjax_drift.measures.measure import Cohort, Global, Mean, Measure, Measures, Needs, Seen, Values, curvature_key
 from fedjax_drift.recipes import recorded
 from fedjax_drift.round.arrays import Client
@@ -166,7 +166,8 @@ def local_sharpness(steps: Count = 20) -> Measure:
 
     def client(seen: Seen, measured: Values) -> Values:
         key = curvature_key(seen.engine, seen.round_key)
-        return {"local_sharpness": largest_eigenvalue(seen.engine, seen.theta, seen.tested.rows, key, steps)}
+        theta, product = hessian(seen.engine, seen.theta, seen.tested.rows, on_all_devices=False)
+        return {"local_sharpness": lanczos(product, theta, key, steps)[-1]}
 
     return Measure("local_sharpness", client=client, needs=Needs(test=1))
 

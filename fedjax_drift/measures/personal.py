@@ -97,12 +97,6 @@ def chunks(data: FederatedData) -> Iterator[tuple[np.ndarray, ClientTests]]:
         yield ids.astype(np.int32), ClientTests(x, y, offset.astype(np.int32), size.astype(np.int32))
 
 
-class GlobalModel(NamedTuple):
-    """The server's variables, if the personal models start from the global model."""
-
-    params: PyTree
-
-
 def shared_of(engine: Engine, state: ServerState, rows: Rows) -> Shared:
     """What the clients share outside of a round."""
     key = jax.random.fold_in(round_keys(state.key, state.round)[1], engine.num_clients + FINE_TUNING)

@@ -77,7 +77,7 @@ def loss_plane(
     for place in np.stack(np.meshgrid(x, y), -1).reshape(-1, 2):
         # (a, b) solves place = a * corners[1] + b * corners[2]. The first corner is the origin.
         a, b = np.linalg.solve(corners[1:].T, place)
-        of_rows, _ = sim.executor.launch_scoring("evaluate_rows", combined(models, np.array([1 - a - b, a, b])), rows)
+        of_rows, _ = sim.executor.launch("evaluate_rows", combined(models, np.array([1 - a - b, a, b])), rows)
         kept = {name: of_rows[name] for name in ("loss", "accuracy") if name in of_rows}
         scores.append({name: np.asarray(v, float).reshape(-1)[:count].mean() for name, v in kept.items()})
     grids = {name: np.reshape([score[name] for score in scores], (points, points)) for name in scores[0]}

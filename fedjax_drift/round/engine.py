@@ -133,14 +133,10 @@ def client_moment(
 
 
 def key_of(engine: Engine, source: Source, key: jax.Array, survey: bool) -> jax.Array:
-    """The key of a source in a round. key, survey: see `moment`."""
-    key = jax.random.fold_in(key, engine.num_clients + number_of(source))
+    """The key of a source in a round. That of a source of one's own depends on its name. key, survey: see `moment`."""
+    number = NUMBERS.get(source.name, 2**30 + zlib.crc32(source.name.encode()) % 2**30)
+    key = jax.random.fold_in(key, engine.num_clients + number)
     return jax.random.fold_in(key, SURVEY) if survey else key
-
-
-def number_of(source: Source) -> int:
-    """Its number n among the random numbers of a round. That of a source of one's own depends on its name only."""
-    return NUMBERS.get(source.name, 2**30 + zlib.crc32(source.name.encode()) % 2**30)
 
 
 def round_keys(key: jax.Array, t: jax.Array) -> tuple[jax.Array, jax.Array]:

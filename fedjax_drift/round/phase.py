@@ -18,7 +18,7 @@ from fedjax_drift.round.arrays import Arrays, Client
 from fedjax_drift.round.cohort import Assignment
 from fedjax_drift.round.engine import Engine, Shared, client_moment, moment
 from fedjax_drift.round.observer import Task
-from fedjax_drift.round.sources import Received, Source, check_message, functions_of
+from fedjax_drift.round.sources import Received, Source, functions_of
 from fedjax_drift.round.train import check_finite, client_work, over_clients, start_of, started, update
 from fedjax_drift.types import ClientResult, PyTree, ServerState, Work
 
@@ -78,7 +78,8 @@ def phase(
         at = client_moment(engine, shared, source, client, start_of(start), survey)
         result = source.send(shared.sources[source.name], message, weight, client, at)
         if source is not rule:
-            check_message(source, result[0], message)
+            what = f"send of {source!r} must keep the structure and the shapes of a message"
+            tree.check_layout(result[0], message, what, dtypes=False)
         return result
 
     receivers = engine.receivers

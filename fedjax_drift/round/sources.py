@@ -230,8 +230,3 @@ def examples(
 def functions_of(sources: tuple[Source, ...], name: str) -> list[tuple[Source, Callable]]:
     """The sources that have a function of this name, and that function."""
     return [(each, getattr(each, name)) for each in sources if getattr(each, name) is not None]
-
-
-def check_message(source: Source, message: PyTree, before: PyTree) -> None:
-    """Raises ConfigurationError if ``send`` has changed the structure or the shapes of a message."""
-    tree.check_layout(message, before, f"send of {source!r} must keep the structure and the shapes of a message", False)

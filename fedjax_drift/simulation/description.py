@@ -17,10 +17,9 @@ import numpy as np
 from fedjax_drift import recipes, reprs
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.mesh import num_teams, team_size
-from fedjax_drift.participation import Participation
 from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.recipes import Frozen
-from fedjax_drift.round.engine import Engine, initial_client
+from fedjax_drift.round.engine import initial_client
 from fedjax_drift.simulation.setup import Setup
 from fedjax_drift.storage.identity import COMPUTATION
 from fedjax_drift.tree import crc32, described, layout
@@ -91,10 +90,12 @@ def identity(setup: Setup, computation: str) -> dict[str, Any]:
     - The number of lanes, the devices and streaming are not part of it, because results do not depend on them.
     """
     engine, options = setup.engine._replace(model=setup.model), setup.options
-    clock, state = options.clock, setup.state
+    clock, state, lr = options.clock, setup.state, engine.local.lr
+    rule = options.participation
+    short = short_name(rule)  # the first two rules have had the name "sampling" since the first version
     entries = {  # the options of Simulation that change results
         "cohort_size": engine.cohort_size,
-        **_participation(options.participation),
+        **({"sampling": short} if short else {"participation": rule.name, **by_name(rule, "participation")}),
         "on_nonfinite": setup.on_nonfinite,
         **by_name(options.failures, "failures"),
         **by_name(options.aggregation, "aggregation"),
@@ -112,26 +113,14 @@ def identity(setup: Setup, computation: str) -> dict[str, Any]:
         **by_name(engine.algorithm, "algorithm"),
         **by_name(engine.model, "model"),
         **by_name(engine.local, "local"),
-        **_schedule(engine),
+        # of a schedule, the learning rates of 1,024 rounds
+        **({"local.lr": _crc(np.asarray(jax.vmap(lr)(jnp.arange(1024))))} if callable(lr) else {}),
         **entries,
         "client states": places.get(setup.client_store, "files"),
         **described(layout(shapes)),
         **fingerprint(options.data),
         COMPUTATION: computation,
     }
-
-
-def _schedule(engine: Engine) -> dict[str, Any]:
-    """Returns a checksum of the learning rates of 1,024 rounds, if they are a function of the round."""
-    lr = engine.local.lr
-    return {"local.lr": _crc(np.asarray(jax.vmap(lr)(jnp.arange(1024))))} if callable(lr) else {}
-
-
-def _participation(rule: Participation) -> dict[str, Any]:
-    """Returns the rule. The first two have had the name "sampling" since the first version."""
-    if short := short_name(rule):
-        return {"sampling": short}
-    return {"participation": rule.name, **by_name(rule, "participation")}
 
 
 def by_name(value: Any, name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from fedjax_drift import checks
+from fedjax_drift.algorithms.fedavg import Server
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import put
 from fedjax_drift.errors import ConfigurationError
@@ -62,7 +63,7 @@ def evaluate_clients(
     state = setup.admit(state)
     client = np.repeat(np.arange(len(sizes)), sizes)
     test = executor.test_of_clients(state.round)
-    rows, _ = executor.launch_scoring("evaluate_rows", state.params, test)
+    rows, _ = executor.launch("evaluate_rows", state.params, test)
     flat = {name: np.asarray(values).reshape(-1)[: len(client)] for name, values in rows.items()}
     sums = {name: np.bincount(client, values, len(sizes)) for name, values in flat.items()}
     if fine_tune is not None or _has_own_models(executor):
@@ -85,7 +86,7 @@ def evaluate_receivers(executor: Executor, state: ServerState) -> dict[str, np.n
         each = state.sources["topology"].each.params
     test, R = executor.test(state.round), len(jax.tree.leaves(each)[0])
     models = (jax.tree.map(lambda a, r=r: a[r], each) for r in range(R))
-    scores = [jax.device_get(executor.launch_scoring("evaluate", model, test)) for model in models]
+    scores = [jax.device_get(executor.launch("evaluate", model, test)) for model in models]
     return {name: np.array([of_one[name] for of_one in scores]) for name in scores[0]}
 
 
@@ -121,7 +122,7 @@ def _personal_scores(executor: Executor, state: ServerState, local: LocalTrainin
         validate.check_local(local, state.params, setup.engine.federation.max_size)
         validate.check_augment(local, setup.data, setup.engine.federation.decode)
     if setup.engine.algorithm.personal is None:
-        state = state._replace(server=personal.GlobalModel(state.params), clients=())
+        state = state._replace(server=Server(state.params), clients=())
     chunks = []
     for ids, tests in personal.chunks(setup.data):
         fetched = executor.host.fetch(ids, None, local)

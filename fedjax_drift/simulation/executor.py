@@ -16,8 +16,7 @@ from fedjax_drift.devices.mesh import copied, leaf_shardings, put
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.measures.measure import Measure, nan_allowed
 from fedjax_drift.round import rows
-from fedjax_drift.round.arrays import Arrays, Rows, TestRows
-from fedjax_drift.round.engine import Engine
+from fedjax_drift.round.arrays import Rows, TestRows
 from fedjax_drift.round.evaluate import after, server_scores, shifted
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.description import title
@@ -36,15 +35,13 @@ class Executor:
     """Runs the programs of one `Setup`. turn: the runs that they train together; None: one run."""
 
     def __init__(self, setup: Setup, turn: Turn | None = None, constant: bool = False) -> None:
-        self.setup, self.turn, self.arrays = setup, turn, _arrays(setup, turn)
-        self.programs = Programs(_engine(setup, turn), setup.model, setup.states_on_host, constant, turn)
+        self.setup, self.turn, self.arrays, engine = setup, turn, setup.arrays, setup.engine
+        if turn is not None and turn.layout.apart:  # each device trains other runs, and evaluates them itself
+            engine, where = turn.layout.inside(engine), (setup.mesh, "devices", setup.eval_batch_size)
+            self.arrays = rows.place(setup.data, *where, shifted(engine), whole_test=True)
+        self.programs = Programs(engine, setup.model, setup.states_on_host, constant, turn)
         self.host = Host(setup)
         self._fits = False  # whether a round has run with the current number of lanes
-
-    def use_lanes(self, lanes: int) -> None:
-        self.setup = self.setup.with_lanes(lanes)
-        self.programs = replace(self.programs, engine=_engine(self.setup, self.turn))
-        self._fits = False
 
     def use_constants(self) -> bool:
         """Makes the hyper-parameters constants of the programs. Returns False if they are, or if runs that share a
@@ -57,10 +54,6 @@ class Executor:
     def launch(self, name: str, *arguments: Any) -> Any:
         """Calls the program of this name."""
         return traceable(lambda: self.programs.launch(name, *arguments), self.use_constants)
-
-    def launch_scoring(self, name: str, *arguments: Any) -> Any:
-        """Calls the evaluation of this name."""
-        return traceable(lambda: self.programs.launch_scoring(name, *arguments), self.use_constants)
 
     def launch_round(self, name: str, measures: tuple[Measure, ...], *arguments: Any) -> Any:
         """Calls a program that runs rounds with drift measures."""
@@ -101,7 +94,7 @@ class Executor:
         """
         test = self.test(state.round if rounds is None else rounds)
         algorithm = self.setup.engine.algorithm
-        return server_scores(lambda params: self.launch_scoring("evaluate", params, test), algorithm, state.server)
+        return server_scores(lambda params: self.launch("evaluate", params, test), algorithm, state.server)
 
     def arguments(self, state: ServerState, cohort: jax.Array | None) -> Fetched:
         """Returns the arguments of the round that starts with ``state``. cohort: its clients; None: they are drawn."""
@@ -212,16 +205,5 @@ class Executor:
                 "not halved automatically); the state is still valid"
             ) from error
         checks.warn(f"{lanes} lanes do not fit in a device's memory: the run continues with {lanes // 2}")
-        self.use_lanes(lanes // 2)
-
-
-def _engine(setup: Setup, turn: Turn | None) -> Engine:
-    """The engine of the programs."""
-    return setup.engine if turn is None else turn.layout.inside(setup.engine)
-
-
-def _arrays(setup: Setup, turn: Turn | None) -> Arrays:
-    """The data set on the devices. If each device trains other runs, each evaluates on the whole test set."""
-    if turn is None or not turn.layout.apart:
-        return setup.arrays
-    return rows.place(setup.data, setup.mesh, "devices", setup.eval_batch_size, shifted(setup.engine), whole_test=True)
+        self.setup, self._fits = self.setup.with_lanes(lanes // 2), False
+        self.programs = replace(self.programs, engine=self.setup.engine)

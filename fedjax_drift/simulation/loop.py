@@ -54,10 +54,6 @@ class Schedule:
     save_every: int
     one_round_a_program: bool = False  # `runner.train` sets it
 
-    def rounds_at_once(self, seconds: float) -> int:
-        """Returns the number of rounds in one program, if a round takes ``seconds`` seconds."""
-        return 1 if self.one_round_a_program else max(1, min(MOST_ROUNDS, int(CHUNK_SECONDS / seconds)))
-
     def step(self, t: int, most: int) -> tuple[int, bool]:
         """Returns the number of rounds (at most ``most``) that the next program runs from round t, and whether the
         last of them is measured."""
@@ -166,8 +162,10 @@ class Loop:
         while t < schedule.last:
             if savers and started and math.isinf(self.seconds):
                 self._catch_up(0)  # from now on, the duration of a round is known
-            due = bool(savers) and started and savers[0].due(t, self._seconds_in_flight())
-            numbers = [schedule.rounds_at_once(self.seconds), int(due)]
+            in_flight = self.seconds * self._flying[-1].n if self._flying else 0.0  # seconds until they have landed
+            due = bool(savers) and started and savers[0].due(t, in_flight)
+            at_once = 1 if schedule.one_round_a_program else max(1, min(MOST_ROUNDS, int(CHUNK_SECONDS / self.seconds)))
+            numbers = [at_once, int(due)]
             (most, save), (stopped, terminated) = agree(self.mesh, numbers, [self.stop.requested, self.stop.terminated])
             self.terminated |= bool(terminated)
             if stopped:
@@ -195,10 +193,6 @@ class Loop:
                 break
             self._catch_up(len(self.tracks))
         return t
-
-    def _seconds_in_flight(self) -> float:
-        """About how long the rounds that have been dispatched take until they have landed."""
-        return self.seconds * self._flying[-1].n if self._flying else 0.0
 
     def _all_ended(self) -> bool:
         """Whether `until` has returned True for every run. Waits for the evaluation of the newest states."""

@@ -34,7 +34,7 @@ from fedjax_drift.measures import measure, personal
 from fedjax_drift.measures.measure import Measure
 from fedjax_drift.message import summed
 from fedjax_drift.model import Model
-from fedjax_drift.round.arrays import Arrays, Rows, TestRows
+from fedjax_drift.round.arrays import Arrays, Rows
 from fedjax_drift.round.cohort import select
 from fedjax_drift.round.engine import Engine, partitionable
 from fedjax_drift.round.evaluate import evaluate, evaluate_rows
@@ -52,6 +52,7 @@ MOST_ROUNDS = 64  # the largest number of rounds in one program of `run`
 # The fields of an engine that contain numbers, and those that an evaluation uses.
 CONTINUOUS = ("algorithm", "local", "sources")
 SCORING = ("model", "mesh", "federation", "sources", "num_clients")
+SCORES = ("evaluate", "evaluate_rows")  # the evaluations among the programs
 Numbers = tuple[Any, ...]
 FrozenArrays = tuple[PyTree, ...]
 
@@ -125,11 +126,8 @@ class Programs:
 
     def launch(self, name: str, *arguments: Any) -> Any:
         """Waits until the devices are ready, and calls the program of this name with the hyper-parameters."""
-        return launch(self.mesh, getattr(self.compiled, name), self.numbers, self.frozen, *arguments)
-
-    def launch_scoring(self, name: str, *arguments: Any) -> Any:
-        """Calls an evaluation, with the hyper-parameters that it uses."""
-        return launch(self.mesh, getattr(self.compiled, name), self._scoring_numbers, self.frozen, *arguments)
+        numbers = self._scoring_numbers if name in SCORES else self.numbers
+        return launch(self.mesh, getattr(self.compiled, name), numbers, self.frozen, *arguments)
 
     def select_on_host(self, state: ServerState, sizes: np.ndarray) -> tuple[jax.Array, jax.Array | None]:
         """Selects a round's clients on the device that has the state, and returns their ids and factors.
@@ -156,7 +154,8 @@ class Programs:
     def personal_models(self) -> Callable:
         """Returns the program ``(state, rows, clients) -> models``. See `personal.personal_models`."""
         form, numbers = split(_selecting_nobody(self.engine))
-        return partial(launch, self.engine.mesh, _personal_models(form), _placed(self.engine, numbers), self.frozen)
+        program = _program(personal.personal_models, form)
+        return partial(launch, self.engine.mesh, program, _placed(self.engine, numbers), self.frozen)
 
     def personal(self, local: LocalTraining | None, sizes: Any, eval_batch_size: int) -> Callable:
         """Returns the program ``(state, rows, clients, tests) -> scores`` that evaluates the clients' own models.
@@ -170,7 +169,7 @@ class Programs:
         if engine.algorithm.personal is None:  # different algorithms then share the program
             engine = engine._replace(algorithm=None)  # type: ignore[arg-type]
         form, numbers = split(_selecting_nobody(engine))
-        program = _personal(form, local is not None, eval_batch_size)
+        program = _program(personal.personal_scores, form, None, local is not None, eval_batch_size)
         return partial(launch, engine.mesh, program, _placed(engine, numbers), self.frozen)
 
 
@@ -258,7 +257,7 @@ def _compiled(form: recipes.Form, one_state: bool, layout: Layout | None) -> Com
     start = jit(init, (0, 2), changes={"state_rows": 1} if one_state else None, out_shardings=state)
     if layout is None:
         start = partial(_started, _initial(recipes.split(only(engine, "model", "mesh"), form.fixed)[0]), start)
-    score, score_rows = _scoring(recipes.split(scoring(engine), form.fixed)[0], layout)
+    of_scoring = recipes.split(scoring(engine), form.fixed)[0]
     round_of, next_state = partial(jit, measure.measured_round, (0, 3), static_argnums=2), (state, seen)
     return Compiled(
         init=start,
@@ -268,8 +267,8 @@ def _compiled(form: recipes.Form, one_state: bool, layout: Layout | None) -> Com
         measure=jit(measure.measure, (0, 3), static_argnums=2, out_shardings=seen),
         select=jit(select, (0, 2), out_shardings=seen),
         select_on_host=jit(select, (0, 2)),
-        evaluate=score,
-        evaluate_rows=score_rows,
+        evaluate=_program(evaluate, of_scoring, layout),
+        evaluate_rows=_program(evaluate_rows, of_scoring, layout),
     )
 
 
@@ -298,20 +297,18 @@ def _started(
     return start(numbers, frozen, key, parameters(frozen, key) if params is None else params, sizes)
 
 
-@lru_cache(KEPT)
-def _scoring(form: recipes.Form, layout: Layout | None) -> tuple[Callable, Callable]:
-    """Returns the evaluation programs. Different algorithms with the same model and data share them."""
+@lru_cache(4 * KEPT)
+def _program(function: Callable, form: recipes.Form, layout: Layout | None = None, *static: Any) -> Callable:
+    """The program ``function(engine, *static, ...)``, whose results the host reads. Simulations whose engines have this
+    form share it. The runs of a turn have numbers and a first argument of their own."""
 
-    def jit(function: Callable) -> Callable:
-        def score(numbers: Numbers, frozen: FrozenArrays, params: Params, test: TestRows) -> Any:
-            return function(recipes.join(form, numbers, frozen), params, test)
+    def of_numbers(numbers: Numbers, frozen: FrozenArrays, *arguments: Any) -> Any:
+        return function(recipes.join(form, numbers, frozen), *static, *arguments)
 
-        score.__name__ = function.__name__
-        if layout is None:
-            return jax.jit(score, out_shardings=_seen(form.value))
-        return jax.jit(layout.over_runs(score, (0, 2)), out_shardings=_of_turn(layout))
-
-    return jit(evaluate), jit(evaluate_rows)
+    of_numbers.__name__ = function.__name__
+    if layout is None:
+        return jax.jit(of_numbers, out_shardings=_seen(form.value))
+    return jax.jit(layout.over_runs(of_numbers, (0, 2)), out_shardings=_of_turn(layout))
 
 
 def _of_turn(layout: Layout) -> NamedSharding | None:
@@ -323,22 +320,6 @@ def _selecting_nobody(engine: Engine) -> Engine:
     """The engine without what a program that evaluates clients does not use, so that simulations share the program."""
     used = [source for source in engine.sources if source.example is not None or source.receivers is not None]
     return engine._replace(sources=tuple(used))
-
-
-@lru_cache(KEPT)
-def _personal_models(form: recipes.Form) -> Callable:
-    def models(numbers: Numbers, frozen: FrozenArrays, *arguments: Any) -> Any:
-        return personal.personal_models(recipes.join(form, numbers, frozen), *arguments)
-
-    return jax.jit(models, out_shardings=_seen(form.value))
-
-
-@lru_cache(KEPT)
-def _personal(form: recipes.Form, fine_tune: bool, eval_batch_size: int) -> Callable:
-    def scores(numbers: Numbers, frozen: FrozenArrays, *arguments: Any) -> Any:
-        return personal.personal_scores(recipes.join(form, numbers, frozen), fine_tune, eval_batch_size, *arguments)
-
-    return jax.jit(scores, out_shardings=_seen(form.value))
 
 
 @lru_cache(KEPT)

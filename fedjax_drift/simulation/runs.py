@@ -57,17 +57,16 @@ def grid(**values: Iterable[Any]) -> list[Setting]:
     >>> grid(lr=[0.1, 0.3], mu=[0.0, 1.0])[:2]
     [{'lr': 0.1, 'mu': 0.0}, {'lr': 0.1, 'mu': 1.0}]
     """
-    lists = {name: _value_list(name, iterable) for name, iterable in values.items()}
+    lists: dict[str, list[Any]] = {}
+    for name, given in values.items():
+        if not (listed := checks.items(given)):
+            checks.refuse(
+                f"{name} must be a list of one or more values", checks.shown(given), f"pass grid({name}=[...])"
+            )
+        lists[name] = listed
     return [dict(zip(lists, combination, strict=True)) for combination in itertools.product(*lists.values())]
 
 
 def shown(setting: Mapping[str, Any]) -> str:
     """The text of a setting in a message after a comma, for example ``, lr=0.1``. An empty setting has no text."""
     return "".join(f", {name}={checks.shown(value)}" for name, value in setting.items())
-
-
-def _value_list(name: str, values: Any) -> list[Any]:
-    """Returns the values of one name as a list. Raises ConfigurationError for a single value and for no values."""
-    if not (listed := checks.items(values)):
-        checks.refuse(f"{name} must be a list of one or more values", checks.shown(values), f"pass grid({name}=[...])")
-    return listed

@@ -179,12 +179,6 @@ class Setup:
         return state._replace(clients=clients)
 
 
-def any_row(data: FederatedData, mesh: Mesh) -> tuple[Any, Any]:
-    """The shapes and dtypes of one example on the devices."""
-    x, y = data.x[:1], data.y[:1]
-    return jax.eval_shape(lambda: (jnp.asarray(flat(x, mesh)), jnp.asarray(integers_as_int32(y))))
-
-
 def assemble(given: Options) -> Setup:
     """Checks the options and their combinations, resolves those that depend on others, and places the data on the
     devices."""
@@ -229,6 +223,7 @@ def assemble(given: Options) -> Setup:
         if source.example is not None:
             validate.check_shift("example", shift_of(source.example, source.name), data)
     rows_at = placement.rows_at(data, mesh)
+    row = jax.eval_shape(lambda: (jnp.asarray(flat(data.x[:1], mesh)), jnp.asarray(integers_as_int32(data.y[:1]))))
     if selection.asks_losses and rows_at == "host":
         what = f"{participation.name} needs the losses of clients that do not train, and so all examples on the devices"
         checks.refuse(what, "a streamed data set", "pass stream=False")
@@ -253,7 +248,7 @@ def assemble(given: Options) -> Setup:
         federation=Federation(
             mean_size=len(data.x) / N,
             max_size=max_size,
-            row=any_row(data, mesh),
+            row=row,
             example=data.x.shape[1:],
             decode=decoded,
             num_classes=shapes.num_classes,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,22 +41,11 @@ from fedjax_drift.simulation.tracks import alone
 from fedjax_drift.simulation.turns import Planned, side_by_side, started, turns
 from fedjax_drift.simulation.until import Until
 from fedjax_drift.storage.checkpoint import Checkpoints, restore_together, split_by_run
-from fedjax_drift.storage.specification import Specification
 from fedjax_drift.types import Params, Record, ServerState
 
 
-class Simulated(Protocol):
-    """The attributes of a `Simulation` that a sweep uses."""
-
-    @property
-    def setup(self) -> Setup: ...
-
-    @property
-    def specification(self) -> Specification: ...
-
-
 def sweep(
-    build: Callable[..., Simulated],
+    build: Callable[..., Any],
     rounds: int,
     seeds: Iterable[int] = (0,),
     settings: Iterable[Mapping[str, Any]] = ({},),
@@ -252,7 +241,7 @@ def _with_runs_that_fit(
 
 
 def _planned(
-    simulations: Sequence[Simulated], settings: Sequence[Setting], seeds: Sequence[int], saved: bool
+    simulations: Sequence[Any], settings: Sequence[Setting], seeds: Sequence[int], saved: bool
 ) -> tuple[list[Planned], list[str]]:
     """Returns all runs, and their names if these are needed: for the folders of checkpoints or of client states."""
     planned = [
@@ -267,7 +256,7 @@ def _planned(
 
 
 def restored(
-    sim: Simulated, checkpoints: Checkpoints, seeds: Sequence[int], rounds: int
+    sim: Any, checkpoints: Checkpoints, seeds: Sequence[int], rounds: int
 ) -> tuple[list[ServerState] | None, list[list[Record]]]:
     """The states and histories from which a sweep of ``sim`` over ``seeds`` resumes, see `restore_together`."""
     planned, names = _planned([sim], [{}], seeds, saved=True)
@@ -341,9 +330,9 @@ def _check_settings(build: Any, settings: Any) -> list[Setting]:
     return [{name: checks.one_in(value) for name, value in setting.items()} for setting in settings]
 
 
-def _build_all(build: Callable[..., Simulated], settings: Sequence[Setting]) -> list[Simulated]:
+def _build_all(build: Callable[..., Any], settings: Sequence[Setting]) -> list[Any]:
     """Returns the simulation of each setting. Raises ConfigurationError if they cannot run together."""
-    simulations: list[Simulated] = []
+    simulations: list[Any] = []
     for i, setting in enumerate(settings):
         try:
             sim = build(**setting)

@@ -76,23 +76,18 @@ def side_by_side(planned: Sequence[Planned], most: int) -> int:
 
 
 def _groups(planned: Sequence[Planned], constant: bool) -> list[list[int]]:
-    """Returns the positions of the runs that can share a program, for each program."""
+    """Returns the positions of the runs that can share a program and its arguments. They may differ in numbers."""
     groups: dict[Any, list[int]] = {}
-    for run, plan in enumerate(planned):
-        if not plan.setup.trains_alone:
-            groups.setdefault(_shared(plan.setup, constant), []).append(run)
+    for run, (_, _, setup, _) in enumerate(planned):
+        if not setup.trains_alone:
+            frozen, form = [frozen.checksum for frozen in setup.model.frozen], split(setup.engine, constant)[0]
+            shared = form, id(setup.data.root), *frozen, setup.measures, setup.eval_batch_size
+            groups.setdefault(shared, []).append(run)
     if len(groups) > KEPT:
         fix = "only numbers such as lr, mu and alpha share a program. Use one sweep for each value of the other "
         fix += "arguments, decorate your own algorithm with fd.algorithm, and create models, functions and data sets "
         checks.refuse(f"settings must need at most {KEPT} programs", len(groups), fix + "outside build")
     return list(groups.values())
-
-
-def _shared(setup: Setup, constant: bool) -> Any:
-    """What runs have in common that share a program and its arguments. Runs may differ in their numbers."""
-    frozen = tuple(frozen.checksum for frozen in setup.model.frozen)
-    form, _ = split(setup.engine, constant)
-    return form, id(setup.data.root), frozen, setup.measures, setup.eval_batch_size
 
 
 def _turns_of_group(planned: Sequence[Planned], group: Sequence[int], most: int, constant: bool) -> list[Executor]:
