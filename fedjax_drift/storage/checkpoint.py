@@ -98,13 +98,8 @@ class Checkpoints:
     @property
     def rounds(self) -> list[int]:
         """The rounds that have a checkpoint, in ascending order."""
-        if not self.path.is_dir():
-            return []
-        try:
-            numbers = [int(entry.name) for entry in self.path.iterdir() if entry.name.isdecimal()]
-        except OSError as error:
-            checks.refuse("folder must be readable", f"{self.path} ({error.strerror})", cause=error)
-        return sorted(number for number in set(numbers) if os.path.lexists(self.place(number)))
+        names = [entry.name for entry in self.path.iterdir() if entry.name.isdecimal()] if self.path.is_dir() else []
+        return sorted(int(name) for name in names if name == self.place(int(name)).name)
 
     def place(self, round: int) -> Path:  # noqa: A002
         """Returns the path of the checkpoint of this round. It may not exist yet."""
@@ -174,11 +169,9 @@ class Checkpoints:
             return rounds[::-1]
         if isinstance(wanted, str) and wanted == "best":
             scores = [(value, number) for number in rounds if (value := self.score_of(number)) is not None]
-            if not scores:
-                raise ConfigurationError(
-                    f"no checkpoint in {self.path} has {self.best!r}: choose one of the rounds {rounds}"
-                )
-            return [max(scores)[1]]
+            if scores:
+                return [max(scores)[1]]
+            raise ConfigurationError(f"no checkpoint in {self.path} has {self.best!r}: choose one of {rounds}")
         if isinstance(wanted, bool) or not isinstance(wanted, Integral) or wanted not in rounds:
             checks.refuse(f'round must be one of the saved rounds {rounds}, or "best"', checks.shown(wanted))
         return [int(wanted)]

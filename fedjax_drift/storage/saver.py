@@ -8,7 +8,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -75,10 +75,8 @@ def _saving_one(
     check_mesh(spec)
     with contextlib.ExitStack() as stack:
         first_does(spec.mesh, lambda: stack.enter_context(checkpoints.locked(create=True)))
-        if back:
-            first_does(spec.mesh, lambda: _delete_later(checkpoints, spec, state))
-        history, damaged = _history(checkpoints, spec, state)
-        first_does(spec.mesh, lambda: _move_aside(checkpoints, damaged))
+        history, damaged, later = _history(checkpoints, spec, state, back)
+        first_does(spec.mesh, lambda: _clear(checkpoints, damaged, later))
         saver = Saver(checkpoints, spec, state, history, hold)
         saver.save_start(state)
         try:
@@ -87,58 +85,40 @@ def _saving_one(
             saver.settle()
 
 
-def _run_identity(checkpoints: Checkpoints, spec: Specification, state: ServerState) -> dict[str, Any]:
-    return checkpoints.identity_of(spec) | {"key": key_words(state)}
-
-
-def _history(checkpoints: Checkpoints, spec: Specification, state: ServerState) -> tuple[list[Record], list[int]]:
-    """Returns the history up to the state's round, and the damaged checkpoints of this and later rounds."""
-    t, rounds, damaged = int(state.round), checkpoints.rounds, []
-    for number in [number for number in rounds if number >= t]:
+def _history(
+    checkpoints: Checkpoints, spec: Specification, state: ServerState, back: bool
+) -> tuple[list[Record], list[int], list[int]]:
+    """Returns the history up to the state's round, the damaged checkpoints of this and later rounds, and the intact
+    checkpoints of later rounds. Raises ConfigurationError if there are any, unless ``back``."""
+    t, identity, store = int(state.round), checkpoints.identity_of(spec), state.clients
+    intact, damaged = list[About](), list[int]()
+    for number in checkpoints.rounds:
         try:
-            later = checkpoints.about(number)
-            if number > t and not differences(later.identity, checkpoints.identity_of(spec))[0]:
-                read_arrays(checkpoints.place(number), spec, later)
-                _check_pinned(state, number)
+            about = checkpoints.about(number)
+            if number > t and not back and not differences(about.identity, identity)[0]:
+                read_arrays(checkpoints.place(number), spec, about)
+                if isinstance(store, ClientStore) and store.in_files and number not in store.pins:
+                    raise DamagedError("the pin of its client states is missing or damaged")
+            intact.append(about)
         except DamagedError:
-            damaged.append(number)
-    intact = [number for number in rounds if number not in damaged]
-    newest = next(filter(None, (_about_or_none(checkpoints, number) for number in intact[::-1])), None)
-    if newest is not None:
-        check_same(checkpoints.path, newest.identity | {"key": newest.key}, _run_identity(checkpoints, spec, state))
-    if intact and intact[-1] > t:
+            damaged += [number] * (number >= t)
+    if intact:
+        stored = intact[-1].identity | {"key": intact[-1].key}
+        check_same(checkpoints.path, stored, identity | {"key": key_words(state)})
+    later = [about.round for about in intact if about.round > t]
+    if later and not back:
         checks.refuse(
             f"the folder must have no checkpoints of rounds after {t}, the round of the state",
-            f"round {intact[-1]} in {checkpoints.path}",
+            f"round {later[-1]} in {checkpoints.path}",
             "resume with checkpoints.restore(sim), or choose another folder",
         )
-    if newest is not None and newest.round < t:
+    before = intact[: len(intact) - len(later)]
+    if before and before[-1].round < t:
         checks.warn(
-            f"rounds {newest.round + 1} to {t} were run without checkpoints: the history in {checkpoints.path} does "
-            "not contain them"
+            f"rounds {before[-1].round + 1} to {t} were run without checkpoints: the history in {checkpoints.path} "
+            "does not contain them"
         )
-    return newest.history if newest is not None else [], damaged
-
-
-def _about_or_none(checkpoints: Checkpoints, t: int) -> About | None:
-    with contextlib.suppress(DamagedError):
-        return checkpoints.about(t)
-    return None
-
-
-def _check_pinned(state: ServerState, t: int) -> None:
-    store = state.clients
-    if isinstance(store, ClientStore) and store.in_files and t not in store.pins:
-        raise DamagedError("the pin of its client states is missing or damaged")
-
-
-def _delete_later(checkpoints: Checkpoints, spec: Specification, state: ServerState) -> None:
-    """Deletes the checkpoints of rounds after that of the state. Raises OtherRunError if they belong to another run."""
-    for number in [number for number in checkpoints.rounds if number > int(state.round)]:
-        if (about := _about_or_none(checkpoints, number)) is not None:
-            identity = _run_identity(checkpoints, spec, state)
-            check_same(checkpoints.path, about.identity | {"key": about.key}, identity)
-        _delete(checkpoints, number)
+    return before[-1].history if before else [], damaged, later
 
 
 def _delete(checkpoints: Checkpoints, t: int) -> None:
@@ -148,10 +128,13 @@ def _delete(checkpoints: Checkpoints, t: int) -> None:
     shutil.rmtree(renamed, ignore_errors=True)
 
 
-def _move_aside(checkpoints: Checkpoints, damaged: list[int]) -> None:
+def _clear(checkpoints: Checkpoints, damaged: list[int], later: list[int]) -> None:
+    """Moves damaged checkpoints aside, and deletes later ones."""
     for number in damaged:
         folder = checkpoints.place(number)
         folder.rename(unused(folder.with_name(folder.name + DAMAGED)))
+    for number in later:
+        _delete(checkpoints, number)
 
 
 class Contents(NamedTuple):
