@@ -62,24 +62,15 @@ def trace(file: str, base: participation.Participation | None = None) -> partici
     return participation.trace(available.astype(bool), base)
 
 
-def permute_labels(pairs: str, at: int = 0) -> shift.Shift:
+def permute_labels(pairs: str | tuple[str, ...], at: int = 0) -> shift.Shift:
     """Returns `shift.permute_labels`. pairs: such as 0-7+1-2. at: a round, or several: 50+100."""
     try:
-        labels = [tuple(map(int, pair.split("-"))) for pair in str(pairs).split("+")]
+        labels = [tuple(map(int, str(pair).split("-"))) for pair in (pairs if isinstance(pairs, tuple) else [pairs])]
         rounds = [int(t) for t in str(at).split("+")]
     except ValueError as error:
         what = "pairs must be pairs of labels such as 0-7+1-2, and at rounds such as 50+100"
         checks.refuse(what, f"{pairs} and {at}", cause=error)
     return shift.permute_labels(rounds, labels)
-
-
-def mixture(weights: str, *shifts: shift.Shift) -> shift.Shift:
-    """Returns `shift.mixture`. weights: one number for each shift, such as 0.5+0.3+0.2."""
-    try:
-        numbers = [float(weight) for weight in str(weights).split("+")]
-    except ValueError as error:
-        checks.refuse("weights must be numbers such as 0.5+0.3+0.2", weights, cause=error)
-    return shift.mixture(numbers, *shifts)
 
 
 def numbers_in(file: str, content: str) -> np.ndarray:
@@ -102,7 +93,7 @@ RULES = (
 
 SHIFTS = (
     shift.gaussian_noise, shift.rotate, shift.brightness, shift.blur, permute_labels, shift.rotate_over_time,
-    shift.none, shift.sudden, shift.gradual, shift.recurring, shift.domains, mixture,
+    shift.none, shift.sudden, shift.gradual, shift.recurring, shift.domains, shift.mixture,
 )  # fmt: skip
 
 

@@ -112,17 +112,9 @@ def write_results(
     files: dict[str, Callable[[Path], Any]] = {
         "summary.csv": lambda path: path.write_text(fd.table(records, format="csv", target=target, by=by))
     }
-    for draw in (
-        plots.curves,
-        plots.updates,
-        plots.drift,
-        plots.agreement,
-        plots.forgetting,
-        plots.sharpness,
-        plots.gain,
-    ):
-        files[f"{draw.__name__}.png"] = partial(draw, records)
     files["curves.png"] = partial(plots.curves, records, x=by)
+    for draw in (plots.updates, plots.drift, plots.agreement, plots.forgetting, plots.sharpness, plots.gain):
+        files[f"{draw.__name__}.png"] = partial(draw, records)
     files["label_mix.png"] = partial(plots.label_mix, next(iter(records.values()), []))
     if target is not None:
         files["rounds_to_target.png"] = partial(plots.rounds_to_target, records, target, by=by)

@@ -58,7 +58,10 @@ from fedjax_drift.tuning import Range
 LR = Range(0.01, 1.0)  # the learning rates without --range lr=LOW:HIGH
 VALIDATION = 0.1  # share of each client's training examples that gives the score
 FILE, SETTINGS = "tuning.jsonl", "settings"  # the scores, and the folder of checkpoints
-CHECKPOINTS = ("--checkpoint-every", "--checkpoint-seconds", "--keep")
+OWN = (  # flags that the command `run` of the best setting does not get
+    "--algorithm", "--range", "--settings", "--seeds", "--validation", "--output", "--checkpoint-every",
+    "--checkpoint-seconds", "--keep",
+)  # fmt: skip
 NUMBER = r"([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 RANGE = re.compile(rf"(?:(\w+):)?(\w+)={NUMBER}:{NUMBER}(:linear)?")
 
@@ -114,10 +117,8 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
                     print(f"{spec.text} is tuned")
                     continue
                 saved = output / "checkpoints" / SETTINGS / file_name(spec.text)
-                print(
-                    f"tuning {spec.text}: {args.settings} settings, {args.seeds} seeds, {args.rounds} rounds",
-                    flush=True,
-                )
+                effort = f"{args.settings} settings, {args.seeds} seeds, {args.rounds} rounds"
+                print(f"tuning {spec.text}: {effort}", flush=True)
                 try:
                     results = _scores(args, data, parsed.params, spec, settings, saved)
                 except SystemExit as ending:  # SIGTERM
@@ -148,11 +149,10 @@ def _scored(output: Path, specs: Sequence[Chosen]) -> dict[str, list[dict[str, A
     """Returns the settings and scores of the algorithms that an earlier process has tuned."""
     if not (output / FILE).exists():
         return {}
-    lines = fd.logs.read(output / FILE)
-    known = {spec.text: [line for line in lines if line.get("algorithm") == spec.text] for spec in specs}
-    return {
-        name: [{"setting": line["setting"], "score": line["score"]} for line in of] for name, of in known.items() if of
-    }
+    known: dict[str, list[dict[str, Any]]] = {}
+    for line in fd.logs.read(output / FILE):
+        known.setdefault(line["algorithm"], []).append({"setting": line["setting"], "score": line["score"]})
+    return {spec.text: known[spec.text] for spec in specs if spec.text in known}
 
 
 def _scores(
@@ -170,18 +170,12 @@ def _scores(
         return assemble(alone, data, values).simulations[spec.text]
 
     different = [setting for i, setting in enumerate(settings) if setting not in settings[:i]]
-    runs = fd.sweep(
-        simulation,
-        args.rounds,
-        range(fd.tuning.SEEDS[0], fd.tuning.SEEDS[0] + args.seeds),
-        different,
-        args.eval_every,
-        params=params,
-        progress=False if args.no_progress else None,
-        checkpoints=fd.Checkpoints(saved, args.checkpoint_every, args.checkpoint_seconds, args.keep, best=None)
-        if args.keep
-        else None,
-    )
+    options: dict[str, Any] = {"params": params, "progress": False if args.no_progress else None}
+    if args.keep:
+        saves = args.checkpoint_every, args.checkpoint_seconds, args.keep
+        options["checkpoints"] = fd.Checkpoints(saved, *saves, best=None)
+    seeds = range(fd.tuning.SEEDS[0], fd.tuning.SEEDS[0] + args.seeds)
+    runs = fd.sweep(simulation, args.rounds, seeds, different, args.eval_every, **options)
     if any(int(jax.device_get(run.state.round)) < args.rounds for run in runs):
         return None
     scores = [fd.tuning.score(simulation(**of), [run for run in runs if run.setting == of]) for of in different]
@@ -225,16 +219,7 @@ def commands(
     """Yields the command `run` with the best setting of each algorithm. argv: the words of the command `tune`."""
     tuned = {name for results in scored.values() for result in results for name in result["setting"] if name in LOCAL}
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in (
-        "--algorithm",
-        "--range",
-        "--settings",
-        "--seeds",
-        "--validation",
-        "--output",
-        *CHECKPOINTS,
-        *_flags(tuned),
-    ):
+    for flag in (*OWN, *_flags(tuned)):
         parser.add_argument(flag, action="append")
     _, common = parser.parse_known_args([*argv[1:]])
     for spec in specs:

@@ -152,7 +152,8 @@ def _option(text: str, default: Any) -> Any:
     if isinstance(default, str):  # "none" is then a string, not None
         return text
     value = plain(text)
-    several = isinstance(default, tuple) or default is None and isinstance(value, str) and "+" in value
+    open_kind = default is None or default is inspect.Parameter.empty
+    several = isinstance(default, tuple) or open_kind and isinstance(value, str) and "+" in value
     return tuple(plain(part) for part in text.split("+")) if several else value
 
 
