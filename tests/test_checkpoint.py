@@ -543,49 +543,6 @@ def test_an_error_in_on_round_loses_no_round_of_a_sweep(device, tmp_path) -> Non
     assert [len(run.history) for run in runs] == [9, 9]
 
 
-@pytest.mark.parametrize("number", [np.int64, np.uint8])
-def test_numpy_numbers_are_accepted(number, device, uninterrupted, tmp_path) -> None:
-    checkpoints = fd.Checkpoints(tmp_path, every=number(3), keep=number(2), seconds=np.float32(60))
-    state, history = device.run(device.init(KEY), number(8), number(2), progress=False, checkpoints=checkpoints)
-    assert same(state, uninterrupted[0]) and checkpoints.rounds[-1] == 8
-    assert same(checkpoints.restore(device, np.int64(8))[0], state)
-    state, _ = device.run(state._replace(round=state.round + 250), number(4), progress=False)
-    assert int(state.round) == 262  # more than a uint8 can hold
-
-
-def test_arguments_of_wrong_types_raise(device, saved) -> None:
-    state = device.init(KEY)
-    for options, message in [
-        ({"on_round": 5}, "on_round must be a function, got 5: it is called with"),
-        ({"progress": "yes"}, "progress must be True or False, got 'yes'"),
-        ({"checkpoints": 5}, "folder must be a path, got 5"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            device.run(state, 1, **options)
-        with pytest.raises(ValueError, match=message):
-            device.sweep(1, [0], **options)
-    for options, message in [
-        ({"every": 1.5}, "every must be an integer >= 1, got 1.5"),
-        ({"seconds": "60"}, "seconds must be .*, got '60'"),
-        ({"seconds": 0}, "seconds must be .* > 0, got 0"),
-        ({"best": 3}, "best must be a string, got 3: an entry of the records"),
-        ({"keep": None}, "keep must be an integer >= 1, got None"),
-        ({"config": [("a", 1)]}, "config must be a dict of values that JSON can store, or None, got"),
-        ({"config": "a"}, "config must be a dict of values that JSON can store, or None, got 'a'"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            fd.Checkpoints(saved.folder, **options)
-    with pytest.raises(
-        ValueError, match="sim must be a Simulation, got Model: create it with the arguments of the run"
-    ):
-        saved.restore(MODEL)
-    with pytest.raises(ValueError, match="strict must be True or False, got 1"):
-        saved.restore(device, strict=1)
-    for wrong in (True, 4.0, "4", [4], np.array([4, 5])):
-        with pytest.raises(ValueError, match=r'round must be one of the saved rounds \[2, 4, 5\], or "best", got '):
-            saved.restore(device, wrong)
-
-
 def test_two_interrupts_in_a_row_lose_no_round(device, tmp_path) -> None:
     def insist(record: dict) -> None:
         if record["round"] == 3:

@@ -78,7 +78,6 @@ def test_a_full_disk_causes_one_warning_and_no_line_is_lost(tmp_path) -> None:
 def test_bad_input(tmp_path) -> None:
     (tmp_path / "file").write_text("")
     for folder, message in [
-        (5, "folder must be a path, got 5"),
         (tmp_path / "file", "must be a folder, got the file"),
         (tmp_path / "file/below", r"must be where files can be written, got .*/below \(Not a directory\)"),
         ("/dev/null/log", r"must be where files can be written, got /dev/null/log \("),
@@ -93,9 +92,6 @@ def test_bad_input(tmp_path) -> None:
             log(record)
         with pytest.raises(ValueError, match=message):
             logs.Log(tmp_path / "log", before=[record])
-    for before in (5, "log", {"round": 1}):
-        with pytest.raises(ValueError, match="before must be a history, or None, got"):
-            logs.Log(tmp_path / "log", before=before)
     for history in ([{"accuracy": 0.5}], [{"round": 1, "accuracy": "high"}], [{"round": 1, "accuracy": [1, [2]]}]):
         with pytest.raises(ValueError, match="records' (round|accuracy) must be"):
             fd.rounds_to_target(history, 0.5)
@@ -103,7 +99,6 @@ def test_bad_input(tmp_path) -> None:
     for path, message in [
         (tmp_path / "log", "rounds.jsonl is damaged"),
         (tmp_path, "path must be a log"),
-        (5, "path must be a path, got 5: the folder of a log"),
     ]:
         with pytest.raises(ValueError, match=message):
             logs.read(path)

@@ -452,9 +452,6 @@ RUN, BARE = history(), [{"round": 1, "train_loss": 1.0, "accuracy": 0.5}]
 CLIENTS, UNLABELLED = (fd.FederatedData.from_clients([(np.ones((2, 1)), y)]) for y in (np.arange(2), np.ones(2)))
 STATE = fd.ServerState(0, 0, (), ())
 WRONG = [
-    *((Style, {"smooth": value}, "smooth must be .*, got ") for value in (0, 1.5, False, "off")),
-    *((Style, {"band": value}, "band must be .*, got ") for value in ("std", 1)),
-    *((Style, {"figsize": value}, r"figsize(\[1\])? must be .*, got ") for value in (3, (3,), (3, 0), (1, np.nan))),
     (plots.curves, {"records": RUN, "style": 3}, "style must be of type Style, got 3: pass fd.plots.Style"),
     (plots.curves, {"records": {"a": []}}, "at least 1 round"),
     (plots.curves, {"records": {"a": [{"round": 1, "train_loss": np.inf}]}},

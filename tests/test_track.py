@@ -394,12 +394,8 @@ def test_bad_input(tmp_path) -> None:
     good: dict[str, Any] = {"tracker": "tensorboard", "folder": tmp_path / "o"}
     for wrong, message in [
         ({"tracker": "tensorbord"}, "tracker must be one of .*, got 'tensorbord': did you mean 'tensorboard'"),
-        ({"folder": 5}, "folder must be a path, got 5"),
         ({"folder": tmp_path / "file"}, "folder must be a folder, got the file .*: choose another name"),
-        ({"config": 5}, "config must be a dict, or None, got 5: pass sim.settings"),
-        ({"before": {"round": 1}}, "before must be a history, or None, got"),
         ({"before": [5]}, "a record must be a dict with a round, got 5"),
-        ({"name": 5}, "name must be a string, got 5"),
         ({"mode": "online"}, "the options of tensorboard must be left out, got 'mode'"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -25,7 +25,6 @@ from fedjax_drift.plots.canvas import (
 from fedjax_drift.plots.lines import Line, lines_of
 from fedjax_drift.plots.looks import ink, look
 from fedjax_drift.plots.style import DEFAULT, AnyStyle
-from fedjax_drift.records import numbers
 from fedjax_drift.spec import Text, checked
 
 if TYPE_CHECKING:
@@ -158,20 +157,13 @@ def _late(line: Line) -> Line:
 def _of_numbers(setting: Any) -> Compared:
     """Returns the setting with its points as numbers. Raises ConfigurationError if it is not a setting."""
 
-    def curve(rounds: Any, values: Any) -> tuple[list[int], list[float]]:
-        points = [checks.integer("a round", t, 0) for t in rounds], numbers("values", values).tolist()
-        if len(points[0]) != len(points[1]):
-            got = f"{len(points[1])} values for {len(points[0])} rounds"
-            checks.refuse("values must have one value per round", got)
-        return points
-
-    def point(value: Any) -> float:
-        return checks.number("a point", value, "a finite number", math.isfinite, computed=False)
+    def points(rounds: Any, values: Any) -> Any:
+        return np.array([*zip(rounds, values, strict=True)], float).reshape(-1, 2).T
 
     try:
-        runs = {method: [curve(*seed) for seed in seeds] for method, seeds in setting.runs.items()}
+        runs = {method: [points(*seed) for seed in seeds] for method, seeds in setting.runs.items()}
         printed, reached = (
-            {method: [(None if t is None else point(t), point(v)) for t, v in of] for method, of in marks.items()}
+            {method: [(None if t is None else float(t), float(v)) for t, v in of] for method, of in marks.items()}
             for marks in (setting.printed, setting.reached)
         )
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
