@@ -8,8 +8,6 @@ import multiprocessing
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -542,11 +540,3 @@ def test_a_worker_is_a_process_that_ends_with_its_task_or_with_the_queue(tmp_pat
     finally:
         for each in workers:
             each.process.kill()
-
-
-def test_a_queue_that_is_killed_loses_little_and_has_the_same_bits(tmp_path):
-    program = Path(__file__).with_name("kill_queue.py")
-    done = subprocess.run([sys.executable, program, tmp_path / "k", "2", "0.5", "8"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout)
-    assert found["bitwise"] and found["files"] == 3 and found["kills"] > 0, (tmp_path / "k/killed/text").read_text()
