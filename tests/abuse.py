@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib.util
 import inspect
 import io
 import linecache
@@ -40,7 +39,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from PIL import Image
 
 import fedjax_drift as fd
 from fedjax_drift import cli, spec
@@ -114,11 +112,6 @@ def optional(kind: Kind, *words: Any) -> Kind:
     free = (None, *words)
     nonsense = [v for v in kind.nonsense if not any(v is f or (isinstance(v, str) and v == f) for f in free)]
     return kind._replace(nonsense=nonsense, odd=[*kind.odd, *free])
-
-
-def without_none(kind: Kind) -> Kind:
-    """The kind that also accepts None, which means the default."""
-    return kind._replace(nonsense=[value for value in kind.nonsense if value is not None], odd=[*kind.odd, None])
 
 
 def path(either: Sequence[Any] = ("", ".", "no/such/folder", "a\0b", Path(), "~no_such_user/x", "x" * 300)) -> Kind:
@@ -197,11 +190,9 @@ def accepts(pairs: int, rng: random.Random) -> Iterator[str]:
 
     The declared arguments are checked before the function begins, so the others need no sensible value.
     """
-    known = {
-        "base": fd.algorithms.fedavg(), "codec": fd.compression.none(), "data": DATA, "model": MODEL, "at": 0,
-        **dict.fromkeys(("folder", "train", "path"), "nowhere"), "name": "synthetic", "available": [[True]],
-        "of": [0], "W": [[1]],
-        "weights": [[1]], "partition": fd.partition.iid(2), "pairs": [(0, 1)], "shared": {}, "own": {}, "ylabel": "y",
+    known = VALID | {
+        "data": DATA, "model": MODEL, "name": "synthetic", "shared": {}, "own": {}, "ylabel": "y",
+        **dict.fromkeys(("folder", "train", "path"), "nowhere"),
         "plane": fd.measures.LossPlane(X, X, X, None, np.eye(3, 2), ("a", "b", "c")),
         "settings": [fd.plots.Compared("t", {"a": [([1, 2], [0.1, 0.2])]}, {})],
     }  # fmt: skip
@@ -212,7 +203,8 @@ def accepts(pairs: int, rng: random.Random) -> Iterator[str]:
         parameters = inspect.signature(function).parameters.values()
         required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
         odd = {n: kinds[n].odd[0] if n in kinds and kinds[n].odd else None for n in required}
-        call = (function, name, odd | {n: value for n, value in known.items() if n in required})
+        valid = odd | {n: value for n, value in known.items() if n in required} | NEED.get(function.__name__, {})
+        call = (function, name, valid)
         tries = [(argument, value) for argument, kind in kinds.items() for value in kind.nonsense]
         calls += [(*call, {argument: value}) for argument, value in tries]
         if len(kinds) > 1:
@@ -288,6 +280,7 @@ HISTORY = [
 RECORDS = {"FedAvg": HISTORY, "FedEve": [HISTORY, HISTORY]}
 DATA = fd.FederatedData.from_clients(PAIRS, test_clients=PAIRS)
 MODEL = fd.models.linear((3,), 3)
+SWAP = fd.shift.permute_labels(0, [(0, 2)])
 
 NO_ARRAY = [*NOTHING, *TEXTS, *THINGS, *ARRAYS, {"a": 1}, {1}, [None], 3, np.float32(3)]
 ROWS = Kind(
@@ -306,7 +299,7 @@ SIZES = Kind(
      np.ma.masked_array([4, 4], [0, 1])],
     [[4, 4], (8,), np.array([1, 7], np.uint8), jnp.array([3, 5])],
 )  # fmt: skip
-PAIR = without_none(
+PAIR = optional(
     Kind(
         [*ANYTHING, (X,), (X, Y, Y), (X, Y[:3]), ("a", "b"), (None, None), (X[:, :2], Y), (X * 1j, Y)],
         [(X, Y), [X, Y], (X.tolist(), Y.tolist())],
@@ -314,32 +307,97 @@ PAIR = without_none(
     )
 )
 NO_NAMES = [value for value in ANYTHING if not isinstance(value, range | tuple)]
-NAMES = without_none(Kind([*NO_NAMES, ["a"], ["a", "a"], "ab"], [["a", "b"], ("a", "b"), [1, 2]]))
-OF_ALL_DATA = {"mean": without_none(Kind(ANYTHING)), "std": without_none(Kind(ANYTHING)), "name": only(str)}
+NAMES = optional(Kind([*NO_NAMES, ["a"], ["a", "a"], "ab"], [["a", "b"], ("a", "b"), [1, 2]]))
+OF_ALL_DATA = {"mean": optional(Kind(ANYTHING)), "std": optional(Kind(ANYTHING)), "name": only(str)}
 
 
-PER_DOMAIN = without_none(Kind([*NO_NUMBER, *WHOLE, [1, -1], [0.5, np.nan]], [[0.1] * 10, np.full(10, 0.1)]))
+# --- functions whose arguments are all declared: the valid values are accepted ----------------------------------------
+
+# Valid values by the names of arguments, for those that a function requires.
+VALID: dict[str, Any] = {
+    "N": 3, "W": [[1]], "alpha": 0.5, "amount": 1.0, "at": 1, "available": [[True]], "begin": 1.0, "beta": 0.5,
+    "candidates": 2, "clip_norm": 1.0, "concurrency": 3, "degrees": 1.0, "degrees_per_round": 1.0, "down": 0.5,
+    "end": 2**30, "fraction": 0.5, "groups": 2, "ids": [[1]], "levels": 4, "mu": 0.1, "noise_multiplier": 1.0,
+    "norm": 1.0, "num_clients": 2, "of": [0, 1], "p": [0.5], "pairs": [(0, 1)], "per_client": 2, "period": 2.0,
+    "restart_every": 4, "rows": 2, "columns": 3, "server_lr": 0.1, "shift": SWAP, "sigma": 1.0, "up": 0.5,
+    "weights": np.ones((2, 3)), "base": fd.algorithms.fedavg(), "codec": fd.compression.none(),
+    "partition": fd.partition.iid(2),
+}  # fmt: skip
+# More valid values of arguments whose declaration has no examples, such as arrays.
+ODD: dict[str, list] = {
+    "p": [[0.5, 1], (0.5,), jnp.ones(3)],
+    "ids": [[[1, 2]], np.ones((2, 3), int)],
+    "phases": [[0.5], (0, 1), jnp.ones(3)],
+    "available": [[[True, False]], np.ones((2, 3), bool)],
+    "at": [3, [2, 5], np.int64(2), jnp.array([1])],
+    "pairs": [[(0, 2)], ((0, 1),)],
+    "of": [[0, 1, 0], np.array([1, 0, 1], np.uint8), (0,), jnp.array([0, 1])],
+    "W": [np.eye(2), [[0.5, 0.5], [0.5, 0.5]], np.eye(3)[None], [[1]], jnp.eye(2)],
+    "hinge": [(1, 2), [0, 0.5]],
+}
+# The kinds of arguments that are not declared, or whose declaration says less.
+PER_DOMAIN = optional(Kind([*NO_NUMBER, *WHOLE, [1, -1], [0.5, np.nan]], [[0.1] * 10, np.full(10, 0.1)]))
+SPEED = Kind(
+    [*NOTHING, *TEXTS, *THINGS, *BOOLS, *ARRAYS, RAGGED, 0, -1, math.nan, -math.inf, [-1.0], [np.nan], [[0.5]],
+     ["a"], [True], np.zeros(2), {1}],
+    [np.float32(0.5), np.int64(1), np.array(0.5), Fraction(1, 2), 2**20, [0.5, 1.0, 2], (1, 2, 3), np.ones(3)],
+)  # fmt: skip
+SHIFT = Kind([*function(5).nonsense, int, fd.shift.rotate, fd.shift.none], [lambda key, t, i, x, y: (x, y)])
+KINDS: dict[str, Kind] = {
+    "personal": Kind([value for value in ANYTHING if not isinstance(value, str) and not callable(value)]),
+    **dict.fromkeys(("lambda0", "counts0"), PER_DOMAIN),
+    "models": Kind([value for value in NO_NUMBER if not isinstance(value, list | tuple)] + [0, -1, 1.5], [1, 2]),
+    "shift": SHIFT,
+    "sizes": optional(
+        Kind(
+            [v for v in ANYTHING if v is not None and not isinstance(v, tuple)],
+            ["linear", np.str_("square"), (3, 5), np.array([4, 4])],
+        )
+    ),
+    "weights": Kind(
+        [*ANYTHING, np.ones((3, 2)), np.zeros((2, 3)), [[1, -1], [1, 1]], [[np.nan, 1], [1, 1]]],
+        [np.ones((2, 3)), [[1, 0], [0, 1]], jnp.ones((2, 1))],
+    ),
+    "partition": Kind(
+        [*ANYTHING, fd.partition.iid, lambda y, writer: [[0]]], [fd.partition.by_writer(), fd.partition.iid(2)]
+    ),
+}
+# What a function does not share with the others. Kind(): not tried, because it needs another argument.
+EXCEPTIONS: dict[str, dict[str, Kind]] = {
+    "distribution": {"num_clients": Kind()},  # as many as there are weights
+    "gradual": {"end": Kind(declared(fd.shift.gradual)["end"].nonsense)},  # later than it begins
+    "private": {"count_stddev": Kind()},
+    "reaches": {"targets": Kind()},
+    "LocalTraining": {"direction": optional(Kind(ANYTHING))},  # it needs an optimizer
+    "Failures": {"speed_spread": Kind(declared(fd.Failures)["speed_spread"].nonsense, [0, 0.0])},
+    "Placement": {"bank": Kind([value for value in ANYTHING if not isinstance(value, str)], ["device", "host"])},
+    "Devices": dict.fromkeys(("up", "down", "seconds_per_step"), SPEED),
+}
+NEED: dict[str, dict[str, Any]] = {  # other valid arguments
+    "erdos_renyi": {"p": 0.5},
+    **dict.fromkeys(("vit", "encoder", "decoder"), {"depth": 1, "width": 12, "heads": 1}),
+}
 
 
-def algorithms() -> Iterator[Call]:
-    own = {
-        "personal": Kind([value for value in ANYTHING if not isinstance(value, str) and not callable(value)]),
-        **dict.fromkeys(("lambda0", "counts0"), PER_DOMAIN),
-        "models": Kind([value for value in NO_NUMBER if not isinstance(value, list | tuple)] + [0, -1, 1.5], [1, 2]),
-    }
-    required = {"mu": 0.1, "alpha": 0.1, "beta": 0.5, "server_lr": 0.1}
-    for factory in fd.algorithms.ALGORITHMS.values():
-        takes = inspect.signature(factory).parameters
-        given, special = ({n: v for n, v in values.items() if n in takes} for values in (required, own))
-        yield of(factory, given, **special)
+def factories() -> Iterator[Call]:
+    """The functions and classes that only make a value."""
+    modules = (fd.participation, fd.shift, fd.compression, fd.clock, fd.topology, fd.aggregation, fd.until)
+    made = [getattr(module, name) for module in (*modules, fd.partition) for name in module.__all__]
+    made += [*fd.algorithms.ALGORITHMS.values(), *fd.models.MODELS.values(), fd.plots.Style]
+    made += [fd.LocalTraining, fd.Failures, fd.Placement, fd.Devices]
+    for function in made:
+        if not hasattr(function, "declared") or function is fd.aggregation.epsilon:
+            continue
+        arguments = spec.Declared(function).arguments
+        takes = inspect.signature(function).parameters
+        valid = {name: VALID[name] for name, p in takes.items() if name in VALID and p.default is p.empty}
+        odd = {name: ODD[name] for name in takes if name in ODD and arguments[name].spec}
+        others = {name: KINDS[name] for name in takes if name in KINDS}
+        name = function.__name__
+        yield of(function, valid | NEED.get(name, {}), odd, **others | EXCEPTIONS.get(name, {}))
 
 
-def local_training() -> Iterator[Call]:
-    optimizer = optional(only(optax.GradientTransformation))
-    needs_one = optional(Kind(ANYTHING))  # a direction needs an optimizer
-    yield of(fd.LocalTraining, direction=needs_one, optimizer=optimizer)
-    yield of(fd.LocalTraining, {"optimizer": optax.scale_by_adam(), "lr": 1}, lr=Kind(), momentum=Kind())
-
+# --- functions that also check what is not declared, or several arguments together ------------------------------------
 
 SCHEDULES: list[Any] = [
     0.1,
@@ -366,19 +424,12 @@ NEED_THE_LOSS += [optax.scale_by_backtracking_linesearch(3), optax.contrib.reduc
 IDLE = [optax.set_to_zero(), optax.sgd(optax.linear_schedule(0.0, 1.0, 5, transition_begin=100))]
 
 
-TABLE, IDS = 9, np.arange(32, dtype=np.int32).reshape(8, 4) % 9
-BAD_IDS = [IDS + 1, IDS - 1, IDS * 1000, IDS.astype(np.int8) - 1, IDS.astype(np.int64) + 2**20]
-BAD_IDS += [np.where(IDS == k, value, IDS) for k in (0, 5) for value in (-1, -9, TABLE, 2**30)]
-
-
 def fits() -> Iterator[Call]:
     """Values that are valid alone, and that only fit to the model or the data, or do not fit."""
     kinds = {"optimizer": Kind([*DESCENDING, *NEED_THE_LOSS, *IDLE], ASCENDING)}
     yield Call("an optimizer", of_optimizer, {}, kinds)
     kinds = {"optimizer": Kind(NEED_THE_LOSS, [*DESCENDING, *IDLE])}
     yield Call("an optimizer that descends", of_optimizer, {"direction": "descent"}, kinds)
-    yield Call("token ids", of_ids, {}, {"ids": Kind(BAD_IDS, [IDS, IDS.astype(np.int8), IDS.astype(np.int64)])})
-    yield Call("token ids of a test set", of_ids, {"ids": IDS}, {"test": Kind(BAD_IDS, [IDS, IDS[:, ::-1]])})
 
 
 def of_optimizer(optimizer: Any = None, direction: str | None = None) -> fd.Simulation:
@@ -386,40 +437,25 @@ def of_optimizer(optimizer: Any = None, direction: str | None = None) -> fd.Simu
     return fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), local=local, cohort_size=2)
 
 
-def of_ids(ids: Any = IDS, test: Any = None) -> fd.Simulation:
-    data = fd.FederatedData.from_clients([(ids, Y)], test=(ids if test is None else test, Y))
-    return fd.Simulation(fd.models.text_classifier(3, TABLE, 4), data, fd.algorithms.fedavg(), cohort_size=1)
-
-
 def simulation() -> Iterator[Call]:
-    failures = declared(fd.Failures)
-    failures["speed_spread"] = failures["speed_spread"]._replace(odd=[0, 0.0])  # larger values need a deadline
-    placement = declared(fd.Placement) | {
-        "mesh": optional(only(jax.sharding.Mesh)),
-        "bank": Kind([value for value in ANYTHING if not isinstance(value, str)], ["device", "host", Path("x")], ["x"]),
-    }
-    yield of(fd.Failures, **failures)
-    yield of(fd.Placement, **placement)
+    failures, placement = (declared(of) | EXCEPTIONS[of.__name__] for of in (fd.Failures, fd.Placement))
+    placement["mesh"] = optional(only(jax.sharding.Mesh))
     too_many = failures["over_selection"].nonsense + [7.0]
-    kinds = {
-        **failures,
-        **placement,
+    of_types = {
+        "model": fd.Model, "data": fd.FederatedData, "algorithm": fd.Algorithm, "failures": fd.Failures,
+        "placement": fd.Placement, "local": fd.LocalTraining, "aggregation": fd.aggregation.Aggregation,
+        "participation": fd.participation.Participation, "clock": fd.clock.Clock, "devices": fd.Devices,
+        "topology": fd.topology.Topology,
+    }  # fmt: skip
+    kinds = failures | placement | {name: only(kind) for name, kind in of_types.items()}
+    kinds |= {name: optional(kinds[name]) for name in of_types if name not in ("model", "data", "algorithm")}
+    kinds |= {
         "over_selection": failures["over_selection"]._replace(nonsense=too_many),
-        "failures": optional(only(fd.Failures)),
-        "placement": optional(only(fd.Placement)),
-        **{name: only(kind) for name, kind in (("model", fd.Model), ("data", fd.FederatedData))},
-        "algorithm": only(fd.Algorithm),
-        "local": optional(only(fd.LocalTraining)),
         "cohort_size": integer(1, 3),
-        "aggregation": optional(only(fd.aggregation.Aggregation)),
         "sampling": choice("uniform", "bernoulli"),
-        "participation": optional(only(fd.participation.Participation)),
-        "clock": optional(only(fd.clock.Clock)),
-        "devices": optional(only(fd.Devices)),
         "on_nonfinite": choice("keep", "drop_client", "raise"),
         "measure": measures(),
         "sources": Kind([*TEXTS, *THINGS, *BOOLS, 3, [1], {}], [[], ()]),
-        "topology": optional(only(fd.topology.Topology)),
     }
     valid = {"model": MODEL, "data": DATA, "algorithm": fd.algorithms.fedavg(), "cohort_size": 2}
     yield Call("fd.Simulation", fd.Simulation, valid, kinds)
@@ -452,7 +488,7 @@ def methods() -> Iterator[Call]:
     kinds = {
         "state": only(fd.ServerState),
         "key": Kind([value for value in ANYTHING if value is not KEY], [jax.random.key(1), jax.random.PRNGKey(1)]),
-        "params": without_none(Kind(ANYTHING, [state.params], like=jax.device_get(state.params))),
+        "params": optional(Kind(ANYTHING, [state.params], like=jax.device_get(state.params))),
         "cohort": cohort,
         "fine_tune": optional(integer()),
         "names": measures(),
@@ -475,8 +511,8 @@ def of_runs() -> dict[str, Kind]:
         "eval_every": integer(0, sound=[0, np.int64(1)]),
         "measure_every": integer(),
         "progress": optional(flag())._replace(odd=[False, np.False_]),
-        "on_round": without_none(function())._replace(odd=[None, print]),
-        "until": without_none(Kind(function().nonsense + [fd.until.reaches, fd.until.time], [fd.until.stalls()])),
+        "on_round": optional(function())._replace(odd=[None, print]),
+        "until": optional(Kind(function().nonsense + [fd.until.reaches, fd.until.time], [fd.until.stalls()])),
         "checkpoints": optional(only(str, fd.Checkpoints))._replace(either=["", "a\0b"]),
     }
 
@@ -501,11 +537,11 @@ def sweeps() -> Iterator[Call]:
         "build": function(),
         "settings": settings,
         "seeds": seeds,
-        "params": without_none(Kind(ANYTHING)),
-        "start": without_none(Kind(ANYTHING)),
+        "params": optional(Kind(ANYTHING)),
+        "start": optional(Kind(ANYTHING)),
         "together": Kind(integer().nonsense, ["auto", np.int64(1)]),
         **of_runs(),
-        "on_round": without_none(function(3))._replace(odd=[None, print]),
+        "on_round": optional(function(3))._replace(odd=[None, print]),
     }
     yield Call("fd.sweep", fd.sweep, {"build": built, "rounds": 1, "progress": False}, kinds)
     kinds = {name: kind for name, kind in kinds.items() if name not in ("build", "settings")}
@@ -525,7 +561,7 @@ def federated_data() -> Iterator[Call]:
     yield Call("fd.FederatedData", data, valid, kinds)
     x_test = ROWS._replace(odd=[jnp.asarray(X), X[:, ::-1], X.astype(">f4")])  # test inputs must have the dtype of X
     nonsense = [value for value in SIZES.nonsense if value is not NO_SECOND]
-    test_sizes = without_none(Kind(nonsense, [[4, 4], NO_SECOND]))
+    test_sizes = optional(Kind(nonsense, [[4, 4], NO_SECOND]))
     kinds = {"x_test": x_test, "y_test": LABELS, "test_sizes": test_sizes}
     yield Call("fd.FederatedData with tests", data, valid | {"x_test": X, "y_test": Y}, kinds)
     two = [(X, Y), (X, Y)]
@@ -538,7 +574,7 @@ def federated_data() -> Iterator[Call]:
     )  # fmt: skip
     empty = [([], []), (X[:0], Y[:0]), (np.zeros(0, object), ()), (np.zeros((0, 9)), np.zeros((0, 1)))]
     sound = [[(X, Y), pair] for pair in (*empty, *of_other_dtypes)] + [[pair, (X, Y)] for pair in empty]
-    tests = without_none(Kind([*ANYTHING, [empty[0]] * 2, [(X, Y), ([], [1])]], sound, like=two))
+    tests = optional(Kind([*ANYTHING, [empty[0]] * 2, [(X, Y), ([], [1])]], sound, like=two))
     test = PAIR._replace(odd=[(X, Y), [jnp.asarray(X), Y.tolist()]])  # test inputs must have the dtype of X
     of_clients = {"clients": clients, "test": test, "test_clients": tests, **of_all}
     yield Call("fd.FederatedData.from_clients", data.from_clients, {"clients": two}, of_clients)
@@ -551,7 +587,7 @@ def federated_data() -> Iterator[Call]:
     of_parts = {"x": ROWS, "y": LABELS, "parts": parts, "test": test, **of_all}
     valid = {"x": X, "y": Y, "parts": PARTS}
     yield Call("fd.FederatedData.from_partition", data.from_partition, valid, of_parts)
-    test_parts = without_none(parts._replace(odd=[PARTS, tuple(PARTS)]))
+    test_parts = optional(parts._replace(odd=[PARTS, tuple(PARTS)]))
     with_test = valid | {"test": (X, Y)}
     yield Call("from_partition with tests", data.from_partition, with_test, {"test_parts": test_parts})
     client = Kind([*NO_NUMBER, 3, -1, 2**40, "anna"], [0, np.int64(1), np.uint8(2)])
@@ -575,27 +611,12 @@ def dealing() -> Kind:
 
 
 def partitions() -> Iterator[Call]:
-    nested = [fd.partition.iid(2), fd.partition.long_tailed(fd.partition.dirichlet(2, alpha=0.5), 2)]
-    sizes = [v for v in ANYTHING if v is not None and not isinstance(v, tuple)]
-    kinds = {
-        "sizes": optional(Kind(sizes, ["linear", np.str_("square"), (3, 5), np.array([4, 4])])),
-        "weights": Kind(
-            [*ANYTHING, np.ones((3, 2)), np.zeros((2, 3)), [[1, -1], [1, 1]], [[np.nan, 1], [1, 1]]],
-            [np.ones((2, 3)), [[1, 0], [0, 1]], jnp.ones((2, 1))],
-        ),
-        "partition": Kind([*ANYTHING, fd.partition.iid, lambda y, writer: [[0]]], [fd.partition.by_writer(), *nested]),
-    }
     y = Kind([*(value for value in LABELS.nonsense if value is not FEWER), Y / 2, Y[None]], LABELS.odd)
     any_writer = Kind(either=ANYTHING)
     writers = Kind([*ANYTHING, [0.5] * 8, [None] * 8, Y[:3]], [Y, Y.tolist(), list("abcdabcd")])
-    valid = {"num_clients": 2, "alpha": 0.5, "per_client": 2, "weights": np.ones((2, 3)), "partition": nested[0]}
     for name in ("iid", "dirichlet", "shards", "classes", "distribution", "by_writer", "long_tailed"):
         make = getattr(fd.partition, name)
-        given, special = (
-            {n: v for n, v in each.items() if n in inspect.signature(make).parameters} for each in (valid, kinds)
-        )
-        number = {"num_clients": Kind()} if name == "distribution" else {}  # as many as there are weights
-        yield of(make, given, **special, **number)
+        given = {n: VALID[n] for n in inspect.signature(make).parameters if n in VALID}
         writer = writers if make is fd.partition.by_writer else any_writer
         yield Call(f"{name}(...)(y)", make(**given), {"y": Y, "writer": Y}, {"y": y, "writer": writer})
 
@@ -607,7 +628,7 @@ def datasets() -> Iterator[Call]:
     spread = Kind([*NO_NUMBER, -1], [0, np.float32(1)])
     kinds = {
         "name": choice("synthetic"),
-        "partition": without_none(Kind(nonsense, [None, few, fd.partition.long_tailed(few)], recipes)),
+        "partition": optional(Kind(nonsense, [None, few, fd.partition.long_tailed(few)], recipes)),
         "data_dir": optional(path()),
         **dict.fromkeys(("alpha", "beta"), spread),
         "num_clients": optional(integer()),
@@ -628,80 +649,12 @@ def datasets() -> Iterator[Call]:
         yield of(read, {"train": "nowhere"}, test=Kind(path().nonsense[1:]))
 
 
-class Pairs:
-    """A map-style data set like those of PyTorch."""
-
-    def __init__(self, *columns: Any) -> None:
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.columns[0])
-
-    def __getitem__(self, k: int) -> tuple:
-        return tuple(column[k] for column in self.columns)
-
-
-def readers() -> Iterator[Call]:
-    large, few = np.arange(8) + 2**32, fd.partition.iid(2)
-    pictures = {mode: [Image.new(mode, (2, 2))] * 8 for mode in ("L", "RGB", "I;16", "F", "RGBA", "1")}
-    mixed = [*pictures["L"][:4], *pictures["RGB"][:4]]
-    dataset = Kind(
-        [*ANYTHING, Pairs(X), Pairs(X, Y, Y), Pairs(large, Y), Pairs(X * 1e300, Y), Pairs([np.inf] * 8, Y),
-         Pairs(mixed, Y), *(Pairs(pictures[mode], Y) for mode in ("I;16", "F", "RGBA", "1")), Pairs(X, ["a"] * 8),
-         Pairs(X, [0, *[0.5] * 7]), Pairs([X[0], *[X[0, :2]] * 7], Y)],
-        [Pairs(X, Y), Pairs(X.astype("u1"), Y), Pairs(large[:, None], Y), Pairs(pictures["L"], Y), Pairs(X > 3, Y > 1),
-         Pairs(pictures["RGB"], Y), Pairs(Y, Y / 2), [*zip(X, Y, strict=True)]],
-    )  # fmt: skip
-    clients = Kind(
-        [*(value for value in ANYTHING if not callable(value)), Y / 2, [1, "1"] * 4, Y[:3], [None] * 8, [2**70] * 8],
-        [Y, [*"abcdabcd"], large, large.astype("u8") + 2**63, lambda k: k % 2],
-    )
-    valid = {"dataset": Pairs(X, Y), "client_of": Y}
-    yield Call("fd.data.from_torch", fd.data.from_torch, valid, {"dataset": dataset, "client_of": clients})
-    if importlib.util.find_spec("pandas") is None:
-        return
-    import pandas as pd
-
-    texts = {"who": [*"abcdabcd"], "marks": ["1", "?"] * 4, "kind": pd.Categorical([*"abcdabcd"])}
-    numbers = {"age": X[:, 0] + 0.5, "dose": X[:, 1], "y": Y, "minus": -Y, "flag": Y > 1, "gaps": [None, *range(7)]}
-    extreme = {"large": large, "unsigned": large.astype("u8") + 2**63, "large float": 1e300 * X[:, 2].astype(float)}
-    sparse: list[str] = []
-    others = {"date": pd.date_range("2026", periods=8), **{f"feature {k}": 0 for k in range(40)}}
-    frame = pd.DataFrame(texts | numbers | extreme | others)
-    nonsense = [*ANYTHING, "marks", "date", "gaps", "kind", "who", "large float"]
-    several = [["age", "y"], ["age", "ages"], ["feature 1", "feature 99"]]
-    kinds = {
-        "frame": Kind([*ANYTHING, frame[:0], frame[["age"]]], [frame]),
-        "x": Kind([*nonsense, *several, "large", "unsigned"], [["age", "dose"], "age", "minus", ("age", "flag"), "y"]),
-        "y": Kind(nonsense, ["y", "minus", "flag", "age"]),
-        "client": Kind([*ANYTHING, "date", "gaps", "age", "flag"], ["who", "unsigned", "minus", "kind", "marks"]),
-        "dtype": dtype(None, "f2", np.float64, "<f4", allow=[None])._replace(either=[int]),
-        "test": without_none(Kind([*ANYTHING, frame[:0], frame[["y"]]], [frame])),
-        "client_tests": optional(Kind(flag().nonsense, [False])),
-        "name": only(str),
-    }
-    for values in (X[:, 0], Y, Y > 1, -Y, [0.0] * 8):
-        frame[f"sparse {len(sparse)}"] = pd.arrays.SparseArray(values)
-        sparse.append(f"sparse {len(sparse)}")
-    kinds["x"] = Kind(kinds["x"].nonsense, [*kinds["x"].odd, *sparse, sparse])
-    kinds["y"] = Kind(kinds["y"].nonsense, [*kinds["y"].odd, *sparse])
-    valid = {"frame": frame, "x": "age", "y": "y", "client": "who"}
-    yield Call("fd.data.from_pandas", fd.data.from_pandas, valid, kinds)
-    of_large = {"dtype": Kind(["i4", "u1", "f4", "f2", None], ["i8", np.uint64, "f8"])}
-    yield Call("from_pandas of large integers", fd.data.from_pandas, valid | {"x": "large"}, of_large)
-    of_negative = {"dtype": Kind(["u1", np.uint64, "u2"], ["i1", int, "f2", None])}
-    yield Call("from_pandas of negative integers", fd.data.from_pandas, valid | {"x": "minus"}, of_negative)
-    partition = Kind([*(value for value in ANYTHING[1:] if not callable(value)), fd.partition.iid], [few])
-    valid = {"frame": frame, "x": "age", "y": "y"}
-    yield Call("from_pandas with a partition", fd.data.from_pandas, valid, {"partition": partition})
-
-
 def checkpoints() -> Iterator[Call]:
     config = Kind([*TEXTS, *THINGS, 3, 0.5, [1], {"a": object()}, {1}], [None, {}, {"a": 1}])
     yield of(fd.Checkpoints, {"folder": "checkpoints"}, config=config)
     sim, saved = built(), fd.Checkpoints("saved")
     sim.run(sim.init(jax.random.key(0)), 2, progress=False, checkpoints=saved)
-    rounds = without_none(Kind([*NO_NUMBER, 7, -1, 0.5], [2, np.int64(2), "best"]))
+    rounds = optional(Kind([*NO_NUMBER, 7, -1, 0.5], [2, np.int64(2), "best"]))
     yield Call("checkpoints.restore", saved.restore, {"sim": sim}, {"sim": only(fd.Simulation), "round": rounds})
     yield of(fd.load_run, {"folder": "nowhere"}, algorithm=Kind(either=ANYTHING), seed=Kind(either=ANYTHING))
 
@@ -713,8 +666,8 @@ def logs() -> Iterator[Call]:
     kinds["config"] = Kind([*TEXTS, *THINGS, 3, 0.5, [1]], [None, {}, {"a": {"b": object()}}])
     yield of(fd.logs.Track, {"tracker": "tensorboard", "folder": "log"}, **kinds)
     record = Kind([value for value in ANYTHING if not isinstance(value, dict)], [HISTORY[0]], like=HISTORY[0])
-    setting = without_none(Kind([v for v in ANYTHING if not isinstance(v, dict)], [{}, {"lr": 0.1}]))
-    kinds = {"seed": without_none(integer(0, sound=[0, np.int64(3)])), "setting": setting}
+    setting = optional(Kind([v for v in ANYTHING if not isinstance(v, dict)], [{}, {"lr": 0.1}]))
+    kinds = {"seed": optional(integer(0, sound=[0, np.int64(3)])), "setting": setting}
     yield Call("track.start", started, {}, kinds | {"status": choice("failed")})
     records = Kind([*record.nonsense, {}, {"round": "1"}, {"round": True}], [HISTORY[0], {"round": 3}])
     yield Call("track(seed, setting, record)", tracked, {}, kinds | {"record": records})
@@ -741,7 +694,7 @@ def tracked(seed: Any = 0, setting: Any = None, record: Any = HISTORY[0]) -> Non
 def plots() -> Iterator[Call]:
     no_text = [value for value in ANYTHING if not isinstance(value, str)]
     runs = Kind(no_text, [HISTORY, tuple(HISTORY), {"a": HISTORY}], ["nowhere"], like=RECORDS)
-    file = without_none(Kind(no_text, [], ["", "no/such/folder/x.png", "x.nope", ".", "a\0b.png"]))
+    file = optional(Kind(no_text, [], ["", "no/such/folder/x.png", "x.nope", ".", "a\0b.png"]))
     of_plot = {"records": runs, "path": file}
     for draw in (fd.plots.curves, fd.plots.drift, fd.plots.updates, fd.plots.agreement, fd.plots.gain):
         yield of(draw, {"records": RECORDS}, **of_plot, x=Kind(), y=Kind())
@@ -784,7 +737,6 @@ def plots() -> Iterator[Call]:
     compared = [fd.plots.Compared("t", {"a": [([1, 2], [0.1, 0.2])]}, {"a": [(None, 0.3), (1, 0.2)]})]
     settings = Kind(ANYTHING, [compared], like=compared)
     yield of(fd.plots.compared, {"settings": compared, "ylabel": "y"}, settings=settings)
-    yield of(fd.plots.Style)
     sound = [[0.5], np.ones(3), (1, 2), jnp.ones(2)]
     yield of(fd.personal.summary, values=Kind(NO_ARRAY, sound, ANYTHING))
     yield from of_models_and_clients()
@@ -823,9 +775,6 @@ class Net(nn.Module):
 
 
 def models() -> Iterator[Call]:
-    small = dict.fromkeys(("vit", "encoder", "decoder"), {"depth": 1, "width": 12, "heads": 1})
-    for name, make in fd.models.MODELS.items():
-        yield of(make, small.get(name))
     params = jax.device_get(MODEL.init(jax.random.key(0)))
     fd.models.save_params(params, "params.npz")
     of_params = {"params": Kind([*TEXTS, *THINGS, *ARRAYS[:2], None], [params], like=params), "path": path()}
@@ -852,27 +801,34 @@ def models() -> Iterator[Call]:
     }
     yield Call("fd.Model.from_linen", fd.Model.from_linen, {"module": Net(), "input_shape": (3,)}, kinds)
     make = lambda rngs: nnx.Linear(3, 3, rngs=rngs)  # noqa: E731
-    kinds = kinds | {"module": Kind([*ANYTHING, Net()], [make]), "input_shape": without_none(kinds["input_shape"])}
+    kinds = kinds | {"module": Kind([*ANYTHING, Net()], [make]), "input_shape": optional(kinds["input_shape"])}
     yield Call("fd.Model.from_nnx", fd.Model.from_nnx, {"module": make}, kinds)
 
 
-def participation() -> Iterator[Call]:
-    for name, arguments, odd in (
-        ("bernoulli", {}, {}),
-        ("by_size", {}, {}),
-        ("importance", {"p": [0.5]}, {"p": [[0.5, 1], (0.5,), jnp.ones(3)]}),
-        ("power_of_choice", {"candidates": 2}, {}),
-        ("schedule", {"ids": [[1]]}, {"ids": [[[1, 2]], np.ones((2, 3), int)]}),
-        ("cyclic", {"groups": 2}, {}),
-        ("diurnal", {"period": 2.0}, {"phases": [[0.5], (0, 1), jnp.ones(3)]}),
-        ("markov", {"up": 0.5, "down": 0.5}, {}),
-        ("trace", {"available": [[True]]}, {"available": [[[True, False]], np.ones((2, 3), bool)]}),
-    ):
-        yield of(getattr(fd.participation, name), arguments, odd)
+def rules() -> Iterator[Call]:
+    """Rules, codecs, shifts and clocks, as a simulation uses them."""
     fields = {"select": function(5), "most": function(2), "init": function(2), "distinct": flag(), "name": only(str)}
     fields |= {"observe": optional(function(3)), "available": optional(function(4)), "expected": optional(function(2))}
     fields["weights"] = choice("algorithm", "uniform")
     yield Call("a rule", with_rule, {}, {name: kind for name, kind in fields.items() if kind.nonsense})
+    shift, compression = fd.shift, fd.compression
+    weights = Kind([*TEXTS, 3, [1.0, 2.0], [-1.0], [0.0], [np.nan]], [[1], (0.5,), jnp.ones(1), lambda t: [t]])
+    yield Call("fd.shift.mixture", lambda weights: shift.mixture(weights, SWAP), {"weights": [1]}, {"weights": weights})
+    domains = Kind([*TEXTS, *THINGS, 3, [1.0], [-1], [2], [True]], [None, [1, 0], jnp.zeros(3, int)])
+    yield Call("fd.shift.domains", lambda of: shift.domains(SWAP, SWAP, of=of), {"of": None}, {"of": domains})
+    kinds = {"shift": function(5), "test": optional(choice("present", "first", "both")), "seed": integer(0)}
+    yield Call("data.shifted", DATA.shifted, {"shift": SWAP}, kinds)
+    yield Call("data.examples", DATA.shifted(SWAP).examples, {"client": 0}, {"round": integer(0)})
+    floats = dtype("float16", jnp.bfloat16, np.dtype("f4"))
+    yield of(compression.cast, dtype=floats._replace(nonsense=[*floats.nonsense, int, None, "int8"]))
+    wrong = [lambda key, x: x, lambda key, x: (x, x), lambda key, x: (x[:1], 1), lambda x: (x, 1)]
+    send = {"send": Kind([*[v for v in ANYTHING if not callable(v)], *wrong], [lambda key, x: (x / 2, 1)])}
+    yield Call("a codec", with_codec, {"send": compression.top_k(0.5).send}, send)
+    kinds = {"concurrency": integer(2, 3, [2, np.int64(3)]), "up": Kind([[1.0], np.ones(2)], [np.ones(3)])}
+    yield Call("asynchronous rounds", with_clock, {}, kinds | {"discount": function()})
+    target = Kind([*NO_NUMBER, 255, 95, 1.5, -1], [0, 1, np.float32(0.5)])
+    of_targets = {"accuracy": target, "personal_accuracy": target, "loss": target._replace(nonsense=NO_NUMBER)}
+    yield of(fd.until.reaches, **of_targets, targets=Kind())
 
 
 def with_rule(**fields: Any) -> fd.Simulation:
@@ -880,100 +836,26 @@ def with_rule(**fields: Any) -> fd.Simulation:
     return fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), cohort_size=2, participation=rule)
 
 
-def shifts() -> Iterator[Call]:
-    shift, swap = fd.shift, fd.shift.permute_labels(0, [(0, 1)])
-    by = {"by": ["client", "all", [0.5, 1], jnp.ones(3)]}
-    for factory in (shift.gaussian_noise, shift.rotate, shift.brightness, shift.blur):
-        yield of(factory, {[*inspect.signature(factory).parameters][0]: 1.0}, by)
-    swaps = {"at": [3, [2, 5], np.int64(2), jnp.array([1])], "pairs": [[(0, 2)], ((0, 1),)]}
-    yield of(shift.permute_labels, {"at": 0, "pairs": [(0, 1)]}, swaps)
-    yield of(shift.rotate_over_time, {"degrees_per_round": 1.0})
-    one = Kind([*function(5).nonsense, int, shift.rotate, shift.none], [lambda key, t, i, x, y: (x, y)])
-    yield of(shift.sudden, {"at": 1.0, "shift": swap}, shift=one)
-    yield of(shift.recurring, {"period": 1.0, "shift": swap}, shift=one)
-    later = Kind(declared(shift.gradual)["end"].nonsense)  # than it begins
-    yield of(shift.gradual, {"begin": 1.0, "end": 2**30, "shift": swap}, shift=one, end=later)
-    weights = Kind([*TEXTS, 3, [1.0, 2.0], [-1.0], [0.0], [np.nan]], [[1], (0.5,), jnp.ones(1), lambda t: [t]])
-    yield Call("fd.shift.mixture", lambda weights: shift.mixture(weights, swap), {"weights": [1]}, {"weights": weights})
-    domains = Kind([*TEXTS, *THINGS, 3, [1.0], [-1], [2], [True]], [None, [1, 0], jnp.zeros(3, int)])
-    yield Call("fd.shift.domains", lambda of: shift.domains(swap, swap, of=of), {"of": None}, {"of": domains})
-    kinds = {"shift": function(5), "test": optional(choice("present", "first", "both")), "seed": integer(0)}
-    yield Call("data.shifted", DATA.shifted, {"shift": swap}, kinds)
-    yield Call("data.examples", DATA.shifted(swap).examples, {"client": 0}, {"round": integer(0)})
+def with_codec(send: Callable) -> fd.Algorithm:
+    return fd.compression.compressed(fd.algorithms.fedavg(), fd.compression.Codec(send))
 
 
-def codecs() -> Iterator[Call]:
-    compression, fedavg = fd.compression, fd.algorithms.fedavg()
-    floats = dtype("float16", jnp.bfloat16, np.dtype("f4"))
-    floats = floats._replace(nonsense=[*floats.nonsense, int, None, "int8"])
-    for factory in (compression.top_k, compression.random_k):
-        yield of(factory, {"fraction": 0.5})
-    yield of(compression.qsgd, {"levels": 4})
-    yield of(compression.sign)
-    yield of(compression.cast, dtype=floats)
-    top_k = compression.top_k(0.5)
-    kinds = {"base": only(fd.Algorithm), "codec": only(type(top_k))}
-    yield of(compression.compressed, {"base": fedavg, "codec": top_k}, **kinds)
-    wrong = [lambda key, x: x, lambda key, x: (x, x), lambda key, x: (x[:1], 1), lambda x: (x, 1)]
-    send = {"send": Kind([*[v for v in ANYTHING if not callable(v)], *wrong], [lambda key, x: (x / 2, 1)])}
-
-    def with_codec(send: Callable) -> fd.Algorithm:
-        return compression.compressed(fedavg, compression.Codec(send))
-
-    yield Call("a codec", with_codec, {"send": top_k.send}, send)
-
-
-def topologies() -> Iterator[Call]:
-    groups = [[0, 1, 0], np.array([1, 0, 1], np.uint8), (0,), jnp.array([0, 1])]
-    yield of(fd.topology.groups, {"of": [0, 1]}, {"of": groups})
-    matrices = [np.eye(2), [[0.5, 0.5], [0.5, 0.5]], np.eye(3)[None], [[1]], jnp.eye(2)]
-    yield of(fd.topology.graph, {"W": [[1]]}, {"W": matrices})
-    size = integer(1, 10_000)
-    for function in (fd.topology.ring, fd.topology.complete, fd.topology.exponential, fd.topology.one_peer):
-        yield of(function, {"N": 3}, N=size)
-    yield of(fd.topology.erdos_renyi, {"N": 3, "p": 0.5}, N=size)
-    yield of(fd.topology.torus, {"rows": 2, "columns": 3}, rows=size, columns=size)
-    yield of(fd.compression.downlink, {"codec": fd.compression.none()})
-
-
-def clocks() -> Iterator[Call]:
-    yield of(fd.clock.asynchronous, {"concurrency": 3}, {"hinge": [(1, 2), [0, 0.5]]})
-    speed = Kind(
-        [*NOTHING, *TEXTS, *THINGS, *BOOLS, *ARRAYS, RAGGED, 0, -1, math.nan, -math.inf, [-1.0], [np.nan], [[0.5]],
-         ["a"], [True], np.zeros(2), {1}],
-        [np.float32(0.5), np.int64(1), np.array(0.5), Fraction(1, 2), 2**20, [0.5, 1.0, 2], (1, 2, 3), np.ones(3)],
-    )  # fmt: skip
-    yield of(fd.Devices, **dict.fromkeys(("up", "down", "seconds_per_step"), speed))
-
-    def timed(concurrency: Any = 3, up: Any = 1.0, **fields: Any) -> fd.Simulation:
-        clock = fd.clock.asynchronous(concurrency)._replace(**fields)
-        devices = fd.Devices(up=up)
-        return fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), cohort_size=2, clock=clock, devices=devices)
-
-    kinds = {"concurrency": integer(2, 3, [2, np.int64(3)]), "up": Kind([[1.0], np.ones(2)], [np.ones(3)])}
-    yield Call("asynchronous rounds", timed, {}, kinds | {"discount": function()})
-    target = Kind([*NO_NUMBER, 255, 95, 1.5, -1], [0, 1, np.float32(0.5)])
-    of_targets = {"accuracy": target, "personal_accuracy": target, "loss": target._replace(nonsense=NO_NUMBER)}
-    yield of(fd.until.reaches, **of_targets, targets=Kind())
-    for rule in (fd.until.stalls, fd.until.time, fd.until.megabytes):
-        yield of(rule)
+def with_clock(concurrency: Any = 3, up: Any = 1.0, **fields: Any) -> fd.Simulation:
+    options = {"clock": fd.clock.asynchronous(concurrency)._replace(**fields), "devices": fd.Devices(up=up)}
+    return fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), cohort_size=2, **options)
 
 
 def others() -> Iterator[Call]:
-    valid = {"clip_norm": 1.0, "noise_multiplier": 1.0}
-    yield of(fd.aggregation.clipped, {"norm": 1.0})
-    yield of(fd.aggregation.private_ftrl, valid | {"restart_every": 4})
-    yield of(fd.aggregation.private, valid, count_stddev=Kind())  # it needs a quantile
-    private = {"sampling": "bernoulli", "aggregation": fd.aggregation.private(**valid)}
+    private = {"sampling": "bernoulli", "aggregation": fd.aggregation.private(clip_norm=1.0, noise_multiplier=1.0)}
     sim = fd.Simulation(MODEL, DATA, fd.algorithms.fedavg(), cohort_size=2, **private)
     yield of(fd.aggregation.epsilon, {"sim": sim, "rounds": 2, "delta": 1e-3}, sim=only(fd.Simulation))
     ks = Kind([*NOTHING, *TEXTS[1:], *THINGS, *BOOLS, 3, [0], [101], [0.5], ["a"]], [[1], (5,), np.array([5])])
     ks = ks._replace(nonsense=[*ks.nonsense, *ARRAYS[:3], KEY, DONATED, np.array(5), RAGGED])
     yield of(fd.ranking.scores, group=integer(2, sound=[np.int64(20)]), ks=ks)
-    yield of(fd.clients_mesh, devices=without_none(Kind(ANYTHING, [jax.devices()])))
-    address = without_none(Kind([*ANYTHING, "host", "host:0", "host:70000", ":1"]))._replace(odd=[])
+    yield of(fd.clients_mesh, devices=optional(Kind(ANYTHING, [jax.devices()])))
+    address = optional(Kind([*ANYTHING, "host", "host:0", "host:70000", ":1"]))._replace(odd=[])
     kinds = {"num_processes": integer(), "process_id": integer(0), "cpu_devices": integer(1, 256)}
-    kinds = {name: without_none(kind)._replace(odd=[]) for name, kind in kinds.items()}
+    kinds = {name: optional(kind)._replace(odd=[]) for name, kind in kinds.items()}
     kinds |= {"coordinator_address": address, "timeout_seconds": integer()._replace(odd=[])}
     yield Call("fd.distributed.initialize", fd.distributed.initialize, {}, kinds)
     yield Call("fd.use_cpu_devices", fd.use_cpu_devices, {}, {"n": kinds["cpu_devices"]})
@@ -1013,8 +895,8 @@ def command_line() -> Iterator[Call]:
         [{}, {"lr": 1}, {"mu": np.float32(1)}, {"epochs": 2}],
         like={"lr": 1, "mu": 0.1},
     )
-    kinds = {"words": Kind(ANYTHING, [split, tuple(split)], more, split), "values": without_none(values)}
-    kinds["data"] = without_none(only(fd.FederatedData))
+    kinds = {"words": Kind(ANYTHING, [split, tuple(split)], more, split), "values": optional(values)}
+    kinds["data"] = optional(only(fd.FederatedData))
     yield Call("fd.parse_run", fd.parse_run, {"words": text}, kinds)
     yield Call("data", lambda word: typed(["data", word, "--output=out"]), {}, words)
     yield Call("a command", lambda word: typed([word]), {}, {"word": Kind(either=[word for word in WORDS if word])})
@@ -1040,25 +922,19 @@ def typed(words: list[str]) -> None:
 
 
 FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
-    "algorithms": algorithms,
-    "LocalTraining": local_training,
+    "factories": factories,
     "Simulation": simulation,
     "what fits": fits,
     "its methods": methods,
     "sweep and grid": sweeps,
     "FederatedData": federated_data,
-    "readers": readers,
     "partitions": partitions,
     "datasets": datasets,
     "checkpoints": checkpoints,
     "logs": logs,
     "plots": plots,
     "models": models,
-    "participation": participation,
-    "shifts": shifts,
-    "codecs": codecs,
-    "clocks": clocks,
-    "topologies": topologies,
+    "rules": rules,
     "others": others,
     "command line": command_line,
 }
