@@ -97,3 +97,33 @@ def states_after(sim: fd.Simulation, rounds: int, start: float = 0.0) -> list[Se
 def models_after(algorithm, rounds=2, data_model=None, start=0.0, **local) -> list[float]:
     """The global models after the first rounds, from ``start``."""
     return [float(state.params) for state in states_after(federate(algorithm, data_model, **local), rounds, start)[1:]]
+
+
+# --- a small network, and clients of different sizes -----------------------------------------------------
+
+FEATURES, CLASSES = 6, 4
+
+
+def mlp() -> fd.Model:
+    """A small network. Its `apply` counts how often it is traced."""
+
+    def init(key: jax.Array) -> dict:
+        a, b = jax.random.split(key)
+        return {"a": jax.random.normal(a, (FEATURES, 8)), "b": jax.random.normal(b, (8, CLASSES))}
+
+    def apply(params: dict, x: jax.Array) -> jax.Array:
+        apply.traces += 1  # type: ignore[attr-defined]
+        return jnp.tanh(x @ params["a"]) @ params["b"]
+
+    apply.traces = 0  # type: ignore[attr-defined]
+    return fd.Model(init, apply)
+
+
+def of_sizes(sizes: Sequence[int], test: int) -> fd.FederatedData:
+    """Clients with random examples, and this number of test examples."""
+    rng = np.random.default_rng(0)
+
+    def rows(n: int) -> tuple[np.ndarray, np.ndarray]:
+        return rng.normal(size=(n, FEATURES)).astype(np.float32), rng.integers(0, CLASSES, n)
+
+    return fd.FederatedData.from_clients([rows(n) for n in sizes], test=rows(test))

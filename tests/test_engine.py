@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from small import thorough
+from small import CLASSES, FEATURES, assert_close, assert_equal, mlp, of_sizes, thorough
 
 import fedjax_drift as fd
 from fedjax_drift import tree
@@ -24,32 +24,11 @@ from fedjax_drift.round import info as info_module
 from fedjax_drift.types import Algorithm, ClientResult
 
 SIZES = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 3  # 30 clients of different sizes
-FEATURES, CLASSES = 6, 4
 
 
 @pytest.fixture(scope="module")
 def data() -> fd.FederatedData:
-    rng = np.random.default_rng(0)
-
-    def rows(n: int) -> tuple[np.ndarray, np.ndarray]:
-        return rng.normal(size=(n, FEATURES)).astype(np.float32), rng.integers(0, CLASSES, n)
-
-    return fd.FederatedData.from_clients([rows(n) for n in SIZES], test=rows(101))
-
-
-def mlp() -> fd.Model:
-    """A small network whose `apply` counts how often it is traced."""
-
-    def init(key: jax.Array) -> dict:
-        a, b = jax.random.split(key)
-        return {"a": jax.random.normal(a, (FEATURES, 8)), "b": jax.random.normal(b, (8, CLASSES))}
-
-    def apply(params: dict, x: jax.Array) -> jax.Array:
-        apply.traces += 1  # type: ignore[attr-defined]
-        return jnp.tanh(x @ params["a"]) @ params["b"]
-
-    apply.traces = 0  # type: ignore[attr-defined]
-    return fd.Model(init, apply)
+    return of_sizes(SIZES, test=101)
 
 
 def keeping() -> Algorithm:
@@ -70,14 +49,6 @@ def simulate(data, algorithm=KEEPING, devices=1, **options) -> fd.Simulation:
     options = {"local": fd.LocalTraining(epochs=2, batch_size=4, lr=0.2), "cohort_size": 10} | options
     mesh = fd.clients_mesh(jax.devices()[:devices])
     return fd.Simulation(options.pop("model", MLP), data, algorithm, mesh=mesh, **options)
-
-
-def assert_close(a, b, tolerance=1e-5) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), a, b)
-
-
-def assert_equal(a, b) -> None:
-    jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
 def client_model(state: fd.ServerState, i):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from small import thorough
+from small import mlp, of_sizes, thorough
 
 import fedjax_drift as fd
 from fedjax_drift.simulation.executor import Executor
@@ -25,33 +25,12 @@ from fedjax_drift.simulation.sweep import sweep
 from fedjax_drift.simulation.tracks import Track
 from fedjax_drift.simulation.turns import Planned, turns
 
-FEATURES, CLASSES = 6, 4
 MODULE = import_module("fedjax_drift.simulation.sweep")
 
 
 @pytest.fixture(scope="module")
 def data() -> fd.FederatedData:
-    rng = np.random.default_rng(0)
-
-    def rows(n: int) -> tuple[np.ndarray, np.ndarray]:
-        return rng.normal(size=(n, FEATURES)).astype(np.float32), rng.integers(0, CLASSES, n)
-
-    return fd.FederatedData.from_clients([rows(n) for n in (3, 10, 7, 25, 1, 16, 12, 30)], test=rows(41))
-
-
-def mlp() -> fd.Model:
-    """A small network. Its `apply` counts how often it is traced."""
-
-    def init(key: jax.Array) -> dict:
-        a, b = jax.random.split(key)
-        return {"a": jax.random.normal(a, (FEATURES, 8)), "b": jax.random.normal(b, (8, CLASSES))}
-
-    def apply(params: dict, x: jax.Array) -> jax.Array:
-        apply.traces += 1  # type: ignore[attr-defined]
-        return jnp.tanh(x @ params["a"]) @ params["b"]
-
-    apply.traces = 0  # type: ignore[attr-defined]
-    return fd.Model(init, apply)
+    return of_sizes((3, 10, 7, 25, 1, 16, 12, 30), test=41)
 
 
 MLP = mlp()
