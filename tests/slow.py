@@ -275,30 +275,21 @@ def simulate(
     return [unpack(w, params) for w in algorithm(federation, pack(params), **hyperparameters)]
 
 
-def fedavg(fed: Federation, w: Vector, server_lr: float = 1.0, weighting: str = "examples") -> Iterator[Vector]:
+def fedavg(fed, w, server_lr=1.0, weighting="examples"):
     """McMahan et al. 2017, algorithm 1, with a server learning rate."""
     for t in range(len(fed.cohorts)):
         w = w + server_lr * fed.mean_update(t, w, weighting)
         yield w
 
 
-def fedprox(
-    fed: Federation, w: Vector, mu: float, server_lr: float = 1.0, weighting: str = "examples"
-) -> Iterator[Vector]:
+def fedprox(fed, w, mu, server_lr=1.0, weighting="examples"):
     """Li et al. 2020: clients minimise F_i(theta) + mu/2 ||theta - w||^2."""
     for t in range(len(fed.cohorts)):
         w = w + server_lr * fed.mean_update(t, w, weighting, corrected(pull=mu, anchor=w))
         yield w
 
 
-def fedavgm(
-    fed: Federation,
-    w: Vector,
-    beta: float = 0.9,
-    server_lr: float = 1.0,
-    damped: bool = False,
-    weighting: str = "examples",
-) -> Iterator[Vector]:
+def fedavgm(fed, w, beta=0.9, server_lr=1.0, damped=False, weighting="examples"):
     """Hsu et al. 2019: heavy-ball momentum on the pseudo-gradient -D. ``damped`` is as in the MOON authors' code."""
     v = np.zeros_like(w)
     for t in range(len(fed.cohorts)):
@@ -308,17 +299,7 @@ def fedavgm(
         yield w
 
 
-def fedopt(
-    second_moment: Callable[[Vector, Vector, float], Vector],
-    fed: Federation,
-    w: Vector,
-    server_lr: float,
-    b1: float = 0.9,
-    b2: float = 0.99,
-    tau: float = 1e-3,
-    weighting: str = "examples",
-    v_0: float | None = None,
-) -> Iterator[Vector]:
+def fedopt(second_moment, fed, w, server_lr, b1=0.9, b2=0.99, tau=0.001, weighting="examples", v_0=None):
     """Reddi et al. 2021, algorithm 2, without bias correction, with m_0 = 0 and v_0 = tau^2."""
     m, v = np.zeros_like(w), np.full_like(w, tau**2 if v_0 is None else v_0)
     for t in range(len(fed.cohorts)):
@@ -335,15 +316,15 @@ fedadam = partial(fedopt, lambda v, D, b2: b2 * v + (1 - b2) * D**2)
 
 
 def scaffold(
-    fed: Federation,
-    w: Vector,
-    server_lr: float = 1.0,
-    option: str = "II",
-    scale_by_size: bool = False,
-    variate_lr: str = "current",
-    variate_steps: str = "own",
-    weighting: str = "uniform",
-) -> Iterator[Vector]:
+    fed,
+    w,
+    server_lr=1.0,
+    option="II",
+    scale_by_size=False,
+    variate_lr="current",
+    variate_steps="own",
+    weighting="uniform",
+):
     """Karimireddy et al. 2020, algorithm 1. Three of the arguments are options of the FedDC authors' code."""
     c = np.zeros_like(w)
     c_i = [c] * fed.num_clients
@@ -364,9 +345,7 @@ def scaffold(
         yield w
 
 
-def feddyn(
-    fed: Federation, w: Vector, alpha: float, scale_by_size: bool = False, weighting: str = "uniform"
-) -> Iterator[Vector]:
+def feddyn(fed, w, alpha, scale_by_size=False, weighting="uniform"):
     """Acar et al. 2021, with the variables of the authors' code: h_i is the sum of client i's updates."""
     h = np.zeros((fed.num_clients, len(w)))
     for t, S in enumerate(fed.cohorts):
@@ -380,15 +359,15 @@ def feddyn(
 
 
 def feddc(
-    fed: Federation,
-    w: Vector,
-    alpha: float,
-    scale_by_size: bool = False,
-    variate: str = "scaffold",
-    variate_lr: str = "current",
-    variate_steps: str = "own",
-    aggregation: str = "code",
-) -> Iterator[Vector]:
+    fed,
+    w,
+    alpha,
+    scale_by_size=False,
+    variate="scaffold",
+    variate_lr="current",
+    variate_steps="own",
+    aggregation="code",
+):
     """Gao et al. 2022, as in the authors' code.
 
     With ``variate="last_update"``, g_i of equation 4 is the last update of client i. The other two aggregations are
@@ -424,7 +403,7 @@ def feddc(
         yield w
 
 
-def slowmo(fed: Federation, w: Vector, beta: float, alpha: float = 1.0) -> Iterator[Vector]:
+def slowmo(fed, w, beta, alpha=1.0):
     """Wang et al. 2020, algorithm 1."""
     m = np.zeros_like(w)
     for t in range(len(fed.cohorts)):
@@ -433,9 +412,7 @@ def slowmo(fed: Federation, w: Vector, beta: float, alpha: float = 1.0) -> Itera
         yield w
 
 
-def fedadc(
-    fed: Federation, w: Vector, beta: float, alpha: float = 1.0, variant: str = "nesterov", gamma: float | None = None
-) -> Iterator[Vector]:
+def fedadc(fed, w, beta, alpha=1.0, variant="nesterov", gamma=None):
     """Ozfatura et al. 2020, algorithm 3, with K_i instead of H."""
     gamma_beta = 1.0 if gamma is None else gamma * beta
     m = np.zeros_like(w)
@@ -451,7 +428,7 @@ def fedadc(
         yield w
 
 
-def vrl_sgd(fed: Federation, w: Vector) -> Iterator[Vector]:
+def vrl_sgd(fed, w):
     """Liang et al. 2019, algorithm 1. Delta_i is the paper's name for the control variate."""
     Delta = [np.zeros_like(w)] * fed.num_clients
     for t, S in enumerate(fed.cohorts):
@@ -462,9 +439,7 @@ def vrl_sgd(fed: Federation, w: Vector) -> Iterator[Vector]:
         yield w
 
 
-def fedeve(
-    fed: Federation, w: Vector, server_lr: float = 1.0, period_variance: str = "paper", centre: str = "weighted"
-) -> Iterator[Vector]:
+def fedeve(fed, w, server_lr=1.0, period_variance="paper", centre="weighted"):
     """Shen et al. 2025, equations 15a-15f and 16."""
     M, s2 = np.zeros_like(w), 0.0
     for t, S in enumerate(fed.cohorts):
@@ -494,71 +469,17 @@ def trust(accuracies: Sequence[float], window: int) -> float:
     return min(max((max(accuracies) - max(accuracies[: t - window])) / window, 0.0), 1.0)
 
 
-def gradient_variation(
-    fed: Federation,
-    t: int,
-    w: Vector,
-    c: Vector,
-    c_i: list[Vector],
-    mu: float,
-    eps: float,
-    recursion: str,
-    literal: tuple[str, ...],
-) -> tuple[Vector, Vector]:
-    """The local phase of FedGVR and FedGVRGM in round t. Updates ``c_i`` in place.
-
-    Returns the mean of D and (|S|/N) times the mean of dc over the cohort.
-    """
-    S = fed.cohorts[t]
-    D, dc = [], []
-    for i in S:
-        D_i = fed.train(t, i, w, corrected(eps * (c - c_i[i]), mu, w), restart="step" in literal) - w
-        scale = fed.lr(t) / fed.num_steps(i) if "scale" in literal else 1 / fed.path(t, i)
-        sign = 1 if "sign" in literal else -1
-        new = (eps if recursion == "exact" else 1) * (c_i[i] - c) + sign * scale * D_i
-        D.append(D_i)
-        dc.append(new - c_i[i])
-        c_i[i] = new
-    return fed.mean(S, D), np.sum(dc, axis=0) / fed.num_clients
-
-
 def change_factor(fed: Federation, t: int, scale: str, beta: float) -> float:
     """Returns the factor of the mean update in the momentum of FedGM. ``scale`` is the name of the option."""
     return {"participation": len(fed.cohorts[t]) / fed.num_clients, "one": 1.0, "one_minus_beta": 1 - beta}[scale]
 
 
-def fedgvr(
-    fed: Federation,
-    w: Vector,
-    mu: float = 0.1,
-    window: int = 5,
-    server_lr: float = 1.0,
-    recursion: str = "printed",
-    literal: tuple[str, ...] = (),
-) -> Iterator[Vector]:
+def fedgvr(fed, w, mu=0.1, window=5, server_lr=1.0, recursion="printed", literal=()):
     """FedGVRGM without its second phase, which is the server momentum."""
-    c = np.zeros_like(w)
-    c_i = [c] * fed.num_clients
-    accuracies: list[float] = []
-    for t in range(len(fed.cohorts)):
-        eps = trust(accuracies, window)
-        D, dc = gradient_variation(fed, t, w, c, c_i, mu, eps, recursion, literal)
-        w = w + server_lr * D
-        c = c + dc
-        accuracies.append(fed.accuracy(w) * (1 if "accuracy" in literal else 100))
-        fed.info.append({"eps": eps})
-        yield w
+    return fedgvrgm(fed, w, mu, 0.0, window, server_lr, recursion, "one", False, literal)
 
 
-def fedgm(
-    fed: Federation,
-    w: Vector,
-    mu: float = 0.1,
-    beta: float = 0.9,
-    server_lr: float = 1.0,
-    scale: str = "participation",
-    literal: tuple[str, ...] = (),
-) -> Iterator[Vector]:
+def fedgm(fed, w, mu=0.1, beta=0.9, server_lr=1.0, scale="participation", literal=()):
     """FedGVRGM without its first phase: momentum of the mean updates, for clients with a proximal term."""
     mw = np.zeros_like(w)
     for t, S in enumerate(fed.cohorts):
@@ -575,17 +496,17 @@ def fedgm(
 
 
 def fedgvrgm(
-    fed: Federation,
-    w: Vector,
-    mu: float = 0.1,
-    beta: float = 0.9,
-    window: int = 5,
-    server_lr: float = 1.0,
-    recursion: str = "printed",
-    scale: str = "participation",
-    variate_momentum: bool = True,
-    literal: tuple[str, ...] = (),
-) -> Iterator[Vector]:
+    fed,
+    w,
+    mu=0.1,
+    beta=0.9,
+    window=5,
+    server_lr=1.0,
+    recursion="printed",
+    scale="participation",
+    variate_momentum=True,
+    literal=(),
+):
     """Wang et al., two-phase gradient adjustment.
 
     The equations that ``literal`` names are as printed in the paper. In all others, errors of the paper are corrected.
@@ -594,12 +515,21 @@ def fedgvrgm(
     mw, mc = c, c
     c_i = [c] * fed.num_clients
     accuracies: list[float] = []
-    for t in range(len(fed.cohorts)):
+    for t, S in enumerate(fed.cohorts):
         eps = trust(accuracies, window)
-        D, dc = gradient_variation(fed, t, w, c, c_i, mu, eps, recursion, literal)
-        mw = beta * mw + change_factor(fed, t, scale, beta) * D
+        D, dc = [], []
+        for i in S:
+            D_i = fed.train(t, i, w, corrected(eps * (c - c_i[i]), mu, w), restart="step" in literal) - w
+            per_step = fed.lr(t) / fed.num_steps(i) if "scale" in literal else 1 / fed.path(t, i)
+            sign = 1 if "sign" in literal else -1
+            new = (eps if recursion == "exact" else 1) * (c_i[i] - c) + sign * per_step * D_i
+            D.append(D_i)
+            dc.append(new - c_i[i])
+            c_i[i] = new
+        mw = beta * mw + change_factor(fed, t, scale, beta) * fed.mean(S, D)
         w = w + server_lr * mw
-        mc = beta * mc + (1 - beta) * dc if variate_momentum else dc
+        change = np.sum(dc, axis=0) / fed.num_clients
+        mc = beta * mc + (1 - beta) * change if variate_momentum else change
         c = c + mc
         accuracies.append(fed.accuracy(w) * (1 if "accuracy" in literal else 100))
         fed.info.append({"eps": eps})
@@ -612,15 +542,7 @@ def cosines(theta: Vector, x: np.ndarray) -> np.ndarray:
     return cosine(x[:, None, :], w.T[None, :, :])
 
 
-def lfd(
-    fed: Federation,
-    w: Vector,
-    temperature: float = 0.1,
-    margin: float = 0.15,
-    label_temperature: float = 1.0,
-    first: str = "none",
-    regularizer: bool = True,
-) -> Iterator[Vector]:
+def lfd(fed, w, temperature=0.1, margin=0.15, label_temperature=1.0, first="none", regularizer=True):
     """Kim & Shin 2023, algorithm 1. f_G is w, and f_P is the client's model at the end of its last participation."""
     previous: dict[int, Vector] = {}
 
@@ -640,12 +562,10 @@ def lfd(
         return gradient
 
     for t, S in enumerate(fed.cohorts):
-        thetas = []
         for i in S:
             f_P = previous.get(i, w if first == "uniform" else None)
             previous[i] = fed.train(t, i, w, local_gradient(w, f_P))
-            thetas.append(previous[i])
-        w = fed.mean(S, thetas, "examples")
+        w = fed.mean(S, [previous[i] for i in S], "examples")
         yield w
 
 
@@ -664,14 +584,7 @@ def tanh_layers(theta: Vector, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return z, z @ w2.reshape(HIDDEN, C) + b2
 
 
-def moon(
-    fed: Federation,
-    w: Vector,
-    mu: float = 1.0,
-    temperature: float = 0.5,
-    first: str = "none",
-    weighting: str = "examples",
-) -> Iterator[Vector]:
+def moon(fed, w, mu=1.0, temperature=0.5, first="none", weighting="examples"):
     """Li et al. 2021, algorithm 1. If a client has no previous model, its loss has no contrastive term.
 
     With first="initial", the initial model is the first previous model of every client.
@@ -694,23 +607,13 @@ def moon(
         return gradient
 
     for t, S in enumerate(fed.cohorts):
-        thetas = []
         for i in S:
             previous[i] = fed.train(t, i, w, local_gradient(w, previous.get(i)))
-            thetas.append(previous[i])
-        w = fed.mean(S, thetas, weighting)
+        w = fed.mean(S, [previous[i] for i in S], weighting)
         yield w
 
 
-def fedreg(
-    fed: Federation,
-    w: Vector,
-    gamma: float = 0.4,
-    eta_s: float = 0.2,
-    eta_p: float = 0.002,
-    pseudo_steps: int = 10,
-    pseudo_data: str = "ascent",
-) -> Iterator[Vector]:
+def fedreg(fed, w, gamma=0.4, eta_s=0.2, eta_p=0.002, pseudo_steps=10, pseudo_data="ascent"):
     """Xu et al. 2022, as in the authors' code: the newer version ("ascent") or the first version ("descent")."""
 
     def move(x: np.ndarray, y: np.ndarray, eta: float) -> np.ndarray:
@@ -749,7 +652,7 @@ def fedreg(
         yield w
 
 
-def constrained(fed: Federation, w: Vector, mu: float, kind: str = "parameter", part: str = "all") -> Iterator[Vector]:
+def constrained(fed, w, mu, kind="parameter", part="all"):
     """Kim & Shin 2023, section 3, for logistic regression, whose only part is the classifier.
 
     A penalty keeps the weights or the logits near those of the global model.

@@ -13,7 +13,7 @@ A client without examples has the loss 0 and the gradient 0. It makes no steps, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from slow import (
@@ -47,9 +47,7 @@ def full_gradient(fed: Federation, i: int, theta: Vector) -> Vector:
     return mean_gradient(theta, *fed.clients[i]) if fed.size(i) else np.zeros_like(theta)
 
 
-def feddecorr(
-    fed: Federation, w: Vector, beta: float = 0.1, scale: str = "code", weighting: str = "examples"
-) -> Iterator[Vector]:
+def feddecorr(fed, w, beta=0.1, scale="code", weighting="examples"):
     """Shi et al. 2023: the loss is CE + beta R, and R penalises correlations between features. The model is MOON's.
 
     z are the features of a batch, standardised: (h - mean) / sqrt(1e-8 + variance), with the variance's divisor b - 1.
@@ -80,7 +78,7 @@ def feddecorr(
         yield w
 
 
-def fedgamma(fed: Federation, w: Vector, rho: float = 0.1, server_lr: float = 1.0) -> Iterator[Vector]:
+def fedgamma(fed, w, rho=0.1, server_lr=1.0):
     """Dai et al. 2023: SCAFFOLD with option II, for the gradient of FedSAM.
 
     The correction c - c_i is added to the second gradient only.
@@ -100,39 +98,13 @@ def fedgamma(fed: Federation, w: Vector, rho: float = 0.1, server_lr: float = 1.
         yield w
 
 
-def mime(
-    fed: Federation,
-    w: Vector,
-    beta: float = 0.9,
-    server_lr: float = 1.0,
-    damped: bool = False,
-    weighting: str = "uniform",
-) -> Iterator[Vector]:
+def mimicry(lite, fed, w, beta=0.9, server_lr=1.0, damped=False, weighting="uniform"):
     """Karimireddy et al. 2020b, algorithm 1 for SGD with momentum.
 
-    A local step is along beta m + (g(theta) - g(w) + c), with m fixed in the round, g(theta) and g(w) on the same
-    batch, and c the mean of the full gradients at w. Only g(theta) - g(w) + c is clipped. ``damped`` multiplies it, its
-    weight decay, and c in the update of m by 1 - beta.
+    A local step of Mime is along beta m + (g(theta) - g(w) + c), with m fixed in the round, g(theta) and g(w) on the
+    same batch, and c the mean of the full gradients at w. Only g(theta) - g(w) + c is clipped. ``damped`` multiplies
+    it, its weight decay, and c in the update of m by 1 - beta. MimeLite has g(theta) only.
     """
-    return mimicry(fed, w, beta, server_lr, damped, weighting, lite=False)
-
-
-def mimelite(
-    fed: Federation,
-    w: Vector,
-    beta: float = 0.9,
-    server_lr: float = 1.0,
-    damped: bool = False,
-    weighting: str = "uniform",
-) -> Iterator[Vector]:
-    """Karimireddy et al. 2020b, algorithm 1: Mime without the correction of the local gradients."""
-    return mimicry(fed, w, beta, server_lr, damped, weighting, lite=True)
-
-
-def mimicry(
-    fed: Federation, w: Vector, beta: float, server_lr: float, damped: bool, weighting: str, lite: bool
-) -> Iterator[Vector]:
-    """Mime, or MimeLite."""
     kappa = 1 - beta if damped else 1.0
     m = np.zeros_like(w)
     for t, S in enumerate(fed.cohorts):
@@ -152,7 +124,10 @@ def mimicry(
         yield w
 
 
-def adabest(fed: Federation, w: Vector, mu: float = 0.02, beta: float = 0.98) -> Iterator[Vector]:
+mime, mimelite = partial(mimicry, False), partial(mimicry, True)
+
+
+def adabest(fed, w, mu=0.02, beta=0.98):
     """Varno et al. 2022, algorithm 1, with mu outside of h_i."""
     h = np.zeros((fed.num_clients, len(w)))
     last: dict[int, int] = {}  # t_i, the round of the last participation
@@ -179,7 +154,7 @@ def decaying(fed: Federation, t: int, i: int, w: Vector, rho: float, tilt: Vecto
     return theta
 
 
-def fedswa(fed: Federation, w: Vector, rho: float = 0.1, alpha: float = 1.5) -> Iterator[Vector]:
+def fedswa(fed, w, rho=0.1, alpha=1.5):
     """Liu et al. 2025: the local learning rate decays within the round to about rho eta.
 
     The server moves by alpha times the mean update, w <- w + alpha mean D.
@@ -189,7 +164,7 @@ def fedswa(fed: Federation, w: Vector, rho: float = 0.1, alpha: float = 1.5) -> 
         yield w
 
 
-def fedmoswa(fed: Federation, w: Vector, rho: float = 0.1, alpha: float = 1.5, gamma: float = 0.2) -> Iterator[Vector]:
+def fedmoswa(fed, w, rho=0.1, alpha=1.5, gamma=0.2):
     """Liu et al. 2025: FedSWA with the correction m - c_i of the gradients.
 
     c_i <- c_i - m - D_i / sum_k eta_k and m <- m + gamma (mean c_i - m), as in the paper.
@@ -224,9 +199,7 @@ def with_momentum(fed: Federation, t: int, i: int, w: Vector, m: Vector, beta: f
     return theta
 
 
-def ghbm(
-    fed: Federation, w: Vector, tau: int = 10, beta: float = 0.9, nesterov: bool = False, weighting: str = "examples"
-) -> Iterator[Vector]:
+def ghbm(fed, w, tau=10, beta=0.9, nesterov=False, weighting="examples"):
     """Zaccone et al. 2025: the momentum of round t is m = (w_(t - tau) - w_t) / tau. It is 0 for t < tau."""
     past = [w]  # w_0 .. w_t
     for t, S in enumerate(fed.cohorts):
@@ -236,14 +209,7 @@ def ghbm(
         yield w
 
 
-def localghbm(
-    fed: Federation,
-    w: Vector,
-    tau: int | float | None = None,
-    beta: float = 0.9,
-    nesterov: bool = False,
-    weighting: str = "examples",
-) -> Iterator[Vector]:
+def localghbm(fed, w, tau=None, beta=0.9, nesterov=False, weighting="examples"):
     """Zaccone et al. 2025: m_i = (anchor_i - w) / tau_i. anchor_i is the model of client i's last participation.
 
     tau_i is the number of rounds since then, or the constant ``tau``. m_i is 0 in the first participation.
@@ -262,9 +228,7 @@ def localghbm(
         yield w
 
 
-def fedhbm(
-    fed: Federation, w: Vector, tau: int | float, beta: float = 1.0, weighting: str = "examples"
-) -> Iterator[Vector]:
+def fedhbm(fed, w, tau, beta=1.0, weighting="examples"):
     """Zaccone et al. 2025: m_i = (anchor_i - theta) / tau at every step, and anchor_i is the last theta_i.
 
     m_i is 0 in the first participation.
@@ -282,16 +246,7 @@ def fedhbm(
         yield w
 
 
-def fedgmt(
-    fed: Federation,
-    w: Vector,
-    gamma: float = 1.0,
-    temperature: float = 3.0,
-    alpha: float = 0.95,
-    beta: float = 10.0,
-    aggregation: str = "all",
-    weighting: str = "uniform",
-) -> Iterator[Vector]:
+def fedgmt(fed, w, gamma=1.0, temperature=3.0, alpha=0.95, beta=10.0, aggregation="all", weighting="uniform"):
     """Li et al. 2025: distillation from ema, the moving average of the global models, and the dual variables of FedDyn.
 
     The loss is CE + gamma T^2 KL(p_ema || p_theta) + <h_i, theta> / beta. The new model is mean theta_i + h, with
@@ -320,14 +275,7 @@ def fedgmt(
         yield w
 
 
-def fedsol(
-    fed: Federation,
-    w: Vector,
-    rho: float = 1.0,
-    temperature: float = 3.0,
-    adaptive: bool = True,
-    weighting: str = "examples",
-) -> Iterator[Vector]:
+def fedsol(fed, w, rho=1.0, temperature=3.0, adaptive=True, weighting="examples"):
     """Lee et al. 2024: the gradient of CE at theta + e(rho, r), where r is the gradient of KL(p_w || p_theta).
 
     If ``adaptive``, e is then multiplied by |theta - w|, divided by its norm over the outputs: of every row of the
@@ -363,15 +311,7 @@ def hessian_product(theta: Vector, v: Vector, x: np.ndarray) -> Vector:
 INNER, THIRD = 1000, 2000  # the epochs that Per-FedAvg's other two batches are taken from are `epoch` + these numbers
 
 
-def perfedavg(
-    fed: Federation,
-    w: Vector,
-    alpha: float = 0.01,
-    variant: str = "hessian_free",
-    delta: float | None = 1e-3,
-    batches: str = "independent",
-    weighting: str = "uniform",
-) -> Iterator[Vector]:
+def perfedavg(fed, w, alpha=0.01, variant="hessian_free", delta=0.001, batches="independent", weighting="uniform"):
     """Fallah et al. 2020, algorithm 1, with the approximations of section 5: the loss is F_i(theta - alpha F_i').
 
     u is a gradient at theta, and v one at theta - alpha u. A step is along v ("first_order"), or along v - alpha H v
@@ -402,7 +342,7 @@ def perfedavg(
         yield w
 
 
-def qfedavg(fed: Federation, w: Vector, q: float = 1.0, lipschitz: float | None = None) -> Iterator[Vector]:
+def qfedavg(fed, w, q=1.0, lipschitz=None):
     """Li et al. 2020b, algorithm 2: the objective is the sum of F_i^(q + 1) / (q + 1). F_i is taken at w, plus 1e-10.
 
     Clients are drawn uniformly, so the objective has no weights p_i.
@@ -427,17 +367,8 @@ def on_simplex(v: Vector) -> Vector:
 
 
 def agnostic(
-    fed: Federation,
-    w: Vector,
-    domains: int,
-    domain: Callable[[np.ndarray, np.ndarray], np.ndarray] | None = None,
-    domain_lr: float = 0.1,
-    update: str = "eg",
-    window: int = 1,
-    scale: str = "client",
-    lambda0: Sequence[float] | None = None,
-    counts0: Sequence[float] | None = None,
-) -> Iterator[Vector]:
+    fed, w, domains, domain=None, domain_lr=0.1, update="eg", window=1, scale="client", lambda0=None, counts0=None
+):
     """Ro et al. 2021, algorithm 1, and the projection of Mohri et al. 2019. lam is lambda, the weights of the domains.
 
     ``domain(x, y)`` is the domain of every row. The default is its label. A row of domain d has the weight
@@ -487,9 +418,7 @@ def agnostic(
         yield w
 
 
-def ifca(
-    fed: Federation, w: Vector, models: Sequence[Vector], weighting: str = "uniform", server_lr: float = 1.0
-) -> Iterator[Vector]:
+def ifca(fed, w, models, weighting="uniform", server_lr=1.0):
     """Ghosh et al. 2020, algorithm 1 with averages of models: a client trains the model with the lowest F_i.
 
     Each model moves by the mean update of the clients that chose it. The global model is models[0], and ``w`` is not
@@ -514,6 +443,6 @@ def ifca(
         yield w_j[0].copy()
 
 
-def hypcluster(fed: Federation, w: Vector, models: Sequence[Vector], server_lr: float = 1.0) -> Iterator[Vector]:
+def hypcluster(fed, w, models, server_lr=1.0):
     """Mansour et al. 2020: as `ifca`, with weights n_i. The server's optimizer is SGD."""
     return ifca(fed, w, models, "examples", server_lr)

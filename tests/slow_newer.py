@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from slow import Federation, Gradient, Vector, corrected, heavy_ball, logits, mean_gradient, one_hot, pack, softmax
@@ -74,7 +75,7 @@ def sharpness_aware(rho: float, alpha: float = 1.0, normalise: bool = True) -> G
     return gradient
 
 
-def fednova(fed: Federation, w: Vector, mu: float = 0.0, server_lr: float = 1.0) -> Iterator[Vector]:
+def fednova(fed, w, mu=0.0, server_lr=1.0):
     """Wang et al. 2020: updates are divided by a_i, the sum of the coefficients of the gradients in -D_i / eta_t."""
     for t, S in enumerate(fed.cohorts):
         A, d = [], []
@@ -92,29 +93,11 @@ def fednova(fed: Federation, w: Vector, mu: float = 0.0, server_lr: float = 1.0)
         yield w
 
 
-def fedcm(
-    fed: Federation, w: Vector, alpha: float = 0.1, server_lr: float = 1.0, steps: str = "cohort"
-) -> Iterator[Vector]:
-    """Xu et al. 2021: the direction of a local step is alpha g + (1 - alpha) Delta.
+def client_momentum(g, fed, w, alpha=0.1, server_lr=1.0, steps="cohort"):
+    """Xu et al. 2021: the direction of a local step is alpha g + (1 - alpha) Delta, with the gradient function g.
 
-    Delta is the mean direction of the last round.
-    """
-    return client_momentum(fed, w, mean_gradient, alpha, server_lr, steps)
-
-
-def mofedsam(
-    fed: Federation, w: Vector, rho: float = 0.1, alpha: float = 0.1, server_lr: float = 1.0, steps: str = "cohort"
-) -> Iterator[Vector]:
-    """Qu et al. 2022, algorithm 2: FedCM with the gradient of FedSAM."""
-    return client_momentum(fed, w, sharpness_aware(rho), alpha, server_lr, steps)
-
-
-def client_momentum(
-    fed: Federation, w: Vector, g: Gradient, alpha: float, server_lr: float, steps: str
-) -> Iterator[Vector]:
-    """FedCM with any gradient g.
-
-    In Delta, updates are divided by the mean K of the cohort (``steps="cohort"``) or by each client's own K ("own").
+    Delta is the mean direction of the last round. In it, updates are divided by the mean K of the cohort
+    (``steps="cohort"``) or by each client's own K ("own").
     """
     Delta = np.zeros_like(w)
     for t, S in enumerate(fed.cohorts):
@@ -132,16 +115,22 @@ def client_momentum(
         yield w
 
 
-def fedsam(
-    fed: Federation, w: Vector, rho: float = 0.1, server_lr: float = 1.0, weighting: str = "uniform"
-) -> Iterator[Vector]:
+fedcm = partial(client_momentum, mean_gradient)
+
+
+def mofedsam(fed, w, rho=0.1, **options):
+    """Qu et al. 2022, algorithm 2: FedCM with the gradient of FedSAM."""
+    return client_momentum(sharpness_aware(rho), fed, w, **options)
+
+
+def fedsam(fed, w, rho=0.1, server_lr=1.0, weighting="uniform"):
     """Qu et al. 2022, algorithm 1."""
     for t in range(len(fed.cohorts)):
         w = w + server_lr * fed.mean_update(t, w, weighting, sharpness_aware(rho))
         yield w
 
 
-def fedacg(fed: Federation, w: Vector, beta: float = 0.002, lam: float = 0.85) -> Iterator[Vector]:
+def fedacg(fed, w, beta=0.002, lam=0.85):
     """Kim et al. 2024: clients start at w + lam m, the point to which the server momentum moves the model.
 
     A proximal term keeps them near this point.
@@ -154,9 +143,7 @@ def fedacg(fed: Federation, w: Vector, beta: float = 0.002, lam: float = 0.85) -
         yield w
 
 
-def fedntd(
-    fed: Federation, w: Vector, beta: float = 1.0, temperature: float = 1.0, weighting: str = "examples"
-) -> Iterator[Vector]:
+def fedntd(fed, w, beta=1.0, temperature=1.0, weighting="examples"):
     """Lee et al. 2022: distillation from the global model, restricted to the classes other than the example's label."""
 
     def local_gradient(w: Vector) -> Gradient:
@@ -175,14 +162,7 @@ def fedntd(
         yield w
 
 
-def fedlc(
-    fed: Federation,
-    w: Vector,
-    tau: float = 1.0,
-    denominator: str = "all",
-    missing: str = "mask",
-    weighting: str = "examples",
-) -> Iterator[Vector]:
+def fedlc(fed, w, tau=1.0, denominator="all", missing="mask", weighting="examples"):
     """Zhang et al. 2022: the logits are reduced by tau n_ic^(-1/4).
 
     n_ic is the number of examples of client i with label c.
@@ -212,7 +192,7 @@ def fedlc(
         yield w
 
 
-def fedexp(fed: Federation, w: Vector, eps: float = 0.001, weighting: str = "uniform") -> Iterator[Vector]:
+def fedexp(fed, w, eps=0.001, weighting="uniform"):
     """Jhunjhunwala et al. 2023: the server learning rate is larger if the updates differ more."""
     for t, S in enumerate(fed.cohorts):
         D = [fed.train(t, i, w) - w for i in S]
@@ -224,15 +204,7 @@ def fedexp(fed: Federation, w: Vector, eps: float = 0.001, weighting: str = "uni
         yield w
 
 
-def fedspeed(
-    fed: Federation,
-    w: Vector,
-    rho: float = 0.1,
-    lam: float = 0.1,
-    alpha: float = 1.0,
-    normalise: bool = True,
-    aggregation: str = "all",
-) -> Iterator[Vector]:
+def fedspeed(fed, w, rho=0.1, lam=0.1, alpha=1.0, normalise=True, aggregation="all"):
     """Sun et al. 2023, with h_i = -ghat_i / lam. lam is 1 / lambda of the paper."""
     h = np.zeros((fed.num_clients, len(w)))
     for t, S in enumerate(fed.cohorts):
@@ -246,9 +218,7 @@ def fedspeed(
         yield w
 
 
-def fedsmoo(
-    fed: Federation, w: Vector, rho: float = 0.1, alpha: float = 0.1, upload: str = "mu_minus_s"
-) -> Iterator[Vector]:
+def fedsmoo(fed, w, rho=0.1, alpha=0.1, upload="mu_minus_s"):
     """Sun et al. 2023b: FedDyn with sharpness-aware local steps.
 
     The clients' perturbations s_i are constrained to a common s, by a second ADMM with dual variables mu_i.
@@ -272,15 +242,7 @@ def fedsmoo(
         yield w
 
 
-def fedlesam(
-    fed: Federation,
-    w: Vector,
-    rho: float = 0.1,
-    first: str = "none",
-    old: str = "client",
-    correction: str = "none",
-    feddyn_alpha: float = 0.1,
-) -> Iterator[Vector]:
+def fedlesam(fed, w, rho=0.1, first="none", old="client", correction="none", feddyn_alpha=0.1):
     """Fan et al. 2024: the perturbation is computed from two global models.
 
     FedLESAM-S and FedLESAM-D add the corrections of SCAFFOLD and FedDyn.
@@ -310,16 +272,7 @@ def fedlesam(
         yield w
 
 
-def fedadamw(
-    fed: Federation,
-    w: Vector,
-    alpha: float = 0.5,
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    blocks: str = "leaf",
-) -> Iterator[Vector]:
+def fedadamw(fed, w, alpha=0.5, b1=0.9, b2=0.999, eps=1e-08, weight_decay=0.01, blocks="leaf"):
     """Local AdamW. The second moment v starts at the cohort's mean of the last round.
 
     Each step also adds alpha times the global direction Delta.
@@ -353,9 +306,7 @@ def fedadamw(
         yield w
 
 
-def ditto(
-    fed: Federation, w: Vector, lam: float = 1.0, personal_epochs: int | None = None, weighting: str = "examples"
-) -> Iterator[Vector]:
+def ditto(fed, w, lam=1.0, personal_epochs=None, weighting="examples"):
     """Li et al. 2021b: FedAvg, and a personal model for each client.
 
     A proximal term keeps the personal model near the global model that the client received.
@@ -371,16 +322,7 @@ def ditto(
         yield w
 
 
-def pfedme(
-    fed: Federation,
-    w: Vector,
-    lam: float = 15.0,
-    inner_steps: int = 5,
-    inner_lr: float = 0.1,
-    beta: float = 1.0,
-    inner_start: str = "warm",
-    weighting: str = "uniform",
-) -> Iterator[Vector]:
+def pfedme(fed, w, lam=15.0, inner_steps=5, inner_lr=0.1, beta=1.0, inner_start="warm", weighting="uniform"):
     """Dinh et al. 2020: x approximately minimises F_i(x) + lam/2 ||x - w_i||^2.
 
     w_i makes gradient steps on the Moreau envelope of F_i.
@@ -404,15 +346,7 @@ def pfedme(
         yield w
 
 
-def apfl(
-    fed: Federation,
-    w: Vector,
-    alpha: float = 0.5,
-    adaptive: bool = False,
-    alpha_every: str = "step",
-    alpha_decay: float = 0.0,
-    weighting: str = "uniform",
-) -> Iterator[Vector]:
+def apfl(fed, w, alpha=0.5, adaptive=False, alpha_every="step", alpha_decay=0.0, weighting="uniform"):
     """Deng et al. 2020: v_i is trained on the loss of the mixture alpha_i v_i + (1 - alpha_i) theta."""
     v = np.tile(w, (fed.num_clients, 1))
     alphas = np.full(fed.num_clients, float(alpha))
@@ -436,16 +370,7 @@ def apfl(
         yield w
 
 
-def partly_shared(
-    fed: Federation,
-    w: Vector,
-    base: str = "fedavg",
-    schedule: str = "joint",
-    *,
-    personal: np.ndarray,
-    base_epochs: int = 1,
-    new_clients: str = "initial",
-) -> Iterator[Vector]:
+def partly_shared(fed, w, base="fedavg", schedule="joint", *, personal, base_epochs=1, new_clients="initial"):
     """FedPer, FedRep, FedBABU and LG-FedAvg: the entries in the mask ``personal`` stay with the client.
 
     With new_clients="mean", a client that trains for the first time starts with the mean of those of the last cohort.
