@@ -153,7 +153,7 @@ def written(self: Any, x: Any) -> Any:
 
 
 WRONG = {
-    "a hook of a tensor": (hooked, r"the gradient of a\.\w+ in training.*a hook of a tensor"),
+    "a hook of a tensor": (hooked, r"the gradient of a\.\w+ in training.*hooks of tensors"),
     "a counter": (counting, "computed twice.*A counter or random numbers of NumPy"),
     "NumPy": (lambda self, x: self.a(x) + float(np.random.default_rng().normal()), "computed twice"),
     "Python": (lambda self, x: self.a(x) * (random.random() if self.training else 1), "computed twice.*in training"),
@@ -176,7 +176,7 @@ def test_what_cannot_be_translated_is_refused(name) -> None:
 def test_a_last_layer_of_zeros_hides_nothing() -> None:
     module = Net(hooked)
     nn.init.zeros_(module.b.weight)
-    with pytest.raises(ConfigurationError, match="a hook of a tensor"):
+    with pytest.raises(ConfigurationError, match="hooks of tensors"):
         fd.Model.from_torch(module, (3,))
     assert not module.b.weight.any()
 

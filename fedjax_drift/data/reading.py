@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -23,8 +23,6 @@ def cut(rows: np.ndarray | _Mapped, begins: np.ndarray, sizes: np.ndarray, place
     for begin, size, place in zip(begins.tolist(), sizes.tolist(), places.tolist(), strict=True):
         if size:
             out[place : place + size] = rows[begin : begin + size]
-    if isinstance(rows, _Mapped):
-        rows.check()
     return out
 
 
@@ -40,30 +38,18 @@ class _Mapped:
         self.file = os.fspath(root.filename)  # type: ignore[arg-type]
         within = array.__array_interface__["data"][0] - root.__array_interface__["data"][0]
         self.begin, self.row = root.offset + within, array[:1].nbytes
-        self.stamp = _stamp(self.file)
         self.descriptor = os.open(self.file, os.O_RDONLY)
         weakref.finalize(self, os.close, self.descriptor)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         out = np.empty((rows.stop - rows.start, *self.shape[1:]), self.dtype)
         missing, position = out.reshape(-1).view(np.uint8), self.begin + rows.start * self.row
-        while missing.size:
+        while missing.size:  # one call reads at most 2 GiB
             count = os.preadv(self.descriptor, [missing], position)  # type: ignore[list-item]
             if not count:
-                self._changed()
+                raise OSError(f"the data file {self.file} must not become shorter during a run: restore it")
             missing, position = missing[count:], position + count
         return out
-
-    def check(self) -> None:
-        """Raises OSError if the file has changed since it was opened."""
-        if _stamp(self.file) != self.stamp:
-            self._changed()
-
-    def _changed(self) -> NoReturn:
-        raise OSError(
-            f"the data file {self.file} must not change during a run, but its size or modification time has changed: "
-            "restore it, or open the data set again"
-        )
 
 
 def _root(array: np.ndarray) -> np.memmap | None:
@@ -73,11 +59,3 @@ def _root(array: np.ndarray) -> np.memmap | None:
         root = getattr(root, "base", None)
     readable = root is not None and root.filename is not None and array.flags.c_contiguous and hasattr(os, "preadv")
     return root if readable else None
-
-
-def _stamp(file: str) -> tuple[int, int] | None:
-    try:
-        status = os.stat(file)
-    except OSError:
-        return None
-    return status.st_size, status.st_mtime_ns

@@ -25,25 +25,10 @@ STEM = "conv/kernel"
 INPUTS = ("inputs/divided_by", "inputs/mean", "inputs/std")  # arrays of a file that are not parameters
 TORCH_RESNET = re.compile(r"(?:layer(\d)\.(\d)\.)?(conv|bn|downsample\.)(\d)\.(weight|bias)")
 LAYER = "{layer}"
-TORCH = (
-    "PyTorch",
-    'safetensors.torch.save_file(torch.load("{path}", map_location="cpu", weights_only=True), "{stem}.safetensors")',
+CONVERT = (
+    "make one of arrays with numpy.savez; a PyTorch file becomes one by safetensors.torch.save_file(torch.load(path), "
+    "new_path), and a safetensors file needs the ending .safetensors"
 )
-ORBAX = ("Orbax", 'fd.models.save("{stem}.npz", orbax.checkpoint.StandardCheckpointer().restore("{path}"))')
-KERAS = (
-    "Keras",
-    'numpy.savez("{stem}.npz", **{{v.path: v.numpy() for v in keras.models.load_model("{path}").weights}})',
-)
-PROGRAMS = {  # how the file of another program, which has this suffix, becomes one that `load` reads
-    **dict.fromkeys((".pth", ".pt", ".bin", ".ckpt"), TORCH),
-    **dict.fromkeys((".h5", ".hdf5", ".keras"), KERAS),
-    ".msgpack": (
-        "Flax",
-        'fd.models.save("{stem}.npz", flax.serialization.msgpack_restore(open("{path}", "rb").read()))',
-    ),
-    ".npy": ("NumPy with one array", 'numpy.savez("{stem}.npz", **{{"name/of/the/parameter": numpy.load("{path}")}})'),
-    ".orbax": ORBAX,
-}
 
 FilePath = Annotated[str | os.PathLike[str], spec.GIVEN_PATH]
 Data = Annotated[FederatedData, spec.instance(FederatedData), Fix("the data on which the model was trained, or None")]
@@ -213,14 +198,8 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         try:
             arrays = files.arrays_of(path)
         except ValueError as error:
-            program, convert = ORBAX if path.is_dir() else PROGRAMS.get(path.suffix.lower(), ("", ""))
-            if program:
-                got = f"{path}, which looks like one of {program}"
-                fix = f"convert it with {convert.format(path=path, stem=path.stem)}, and pass names= to load_params"
-            else:
-                got = f"{path}, which is no npz ({files.one_line(error.__cause__)})"
-                fix = "write it with save_params, or if it is a safetensors file, let its name end with .safetensors"
-            checks.refuse("path must be an npz or safetensors file", got, fix, error)
+            got = f"{path}, which is no npz ({files.one_line(error.__cause__)})"
+            checks.refuse("path must be an npz or safetensors file", got, CONVERT, error)
     if arrays.keys() >= set(INPUTS):
         arrays = {name: array for name, array in arrays.items() if name not in INPUTS}
     for name, array in arrays.items():

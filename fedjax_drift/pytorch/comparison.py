@@ -32,6 +32,10 @@ VALUES, GRADIENTS = 1e-4, 3e-2  # relative differences (L2) up to which nothing 
 ROUNDING = 30  # how many times the module's own rounding error, by float64, the translation may differ
 SMALLEST = 1e-3  # the smaller gradients and statistics are held against this part of the largest
 TWICE = "the logits of the same batch, computed twice by the module"
+UNSEEN = (
+    "The graph of torch.export computes something else than the module: look for hooks of tensors (register_hook), and "
+    "for what depends on the batch, or on anything but the input, the parameters and self.training."
+)
 TRIALS = 2  # batches that must all differ, because a rounding error can change an argmax or the side of a kink
 
 Named = dict[str, np.ndarray]
@@ -351,17 +355,13 @@ def _message(pair: Pair, found: Difference) -> str:
     name = type(pair.module).__name__
     of = f"{found.what} in {pair.when}, for a batch of {found.length}"
     size = "entirely" if np.isinf(found.size) else f"by {100 * found.size:.2g} %"
-    place = _place(pair, found.x)
-    causes = _causes(pair, found.x)
+    place, hooks = _place(pair, found.x), _hooks(pair.module)
     where = f", first in {place}" if place else ""
-    cause = f" {name} has {checks.listed(causes)}." if causes else ""
+    cause = f" {name} has {checks.listed(hooks)}." if hooks else ""
     if found.what == TWICE:
         cause = " A counter or random numbers of NumPy or Python change it: use those of PyTorch, in training only."
-    elif not place and not causes:
-        cause = (
-            " The graph of torch.export computes something else than the module: look for what depends on the batch, "
-        )
-        cause += "or on anything but the input, the parameters and self.training."
+    elif not place and not hooks:
+        cause = f" {UNSEEN}"
     return (
         f"{name} must compute here what it computes in PyTorch, got a difference in {of}: it differs {size}{where}."
         f"{cause} Change the module, or pass check=False if the difference is wanted"
@@ -406,25 +406,11 @@ def _place(pair: Pair, x: np.ndarray) -> str:
     return ""
 
 
-def _causes(pair: Pair, x: np.ndarray) -> list[str]:
-    """What a module does that no export can see."""
-    import torch
+def _hooks(module: Any) -> list[str]:
+    """The backward hooks of submodules and parameters, which no export can see."""
+    found = [f"a backward hook of {path or 'the module'}" for path, part in module.named_modules() if _has_hook(part)]
+    return found + [f"a hook of {name}" for name, each in module.named_parameters() if each._backward_hooks]
 
-    found = []
-    for path, part in pair.module.named_modules():
-        if part._backward_hooks or part._backward_pre_hooks:
-            found.append(f"a backward hook of {path or 'the module'}")
-    found += [f"a hook of {name}" for name, each in pair.module.named_parameters() if each._backward_hooks]
-    hooked: list[str] = []
-    original = torch.Tensor.register_hook
 
-    def noted(tensor: Any, hook: Any) -> Any:
-        hooked.append("a hook of a tensor (register_hook)")
-        return original(tensor, hook)
-
-    torch.Tensor.register_hook = noted  # type: ignore[assignment, method-assign]
-    try:
-        theirs(pair, x, lambda shape: np.ones(tuple(shape), "float32"))
-    finally:
-        torch.Tensor.register_hook = original  # type: ignore[method-assign]
-    return [*found, *dict.fromkeys(hooked)]
+def _has_hook(part: Any) -> bool:
+    return bool(part._backward_hooks or part._backward_pre_hooks)

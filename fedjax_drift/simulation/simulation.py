@@ -246,7 +246,7 @@ class Simulation:
           ValueError: the cohort is empty, or an id is out of range or repeated; or the algorithm uses the test accuracy
             (FedGVR, FedGVRGM) and the evaluation is not finite.
           FloatingPointError: with ``on_nonfinite="raise"``, an update is not finite.
-          OSError: a data file has changed, or the disk has no room for client states. The given state is still valid.
+          OSError: a data file was truncated, or the disk has no room for client states. The given state is still valid.
           MemoryError: the round does not fit in a device's memory, even with L = 1. (A larger L is halved, with a
             warning, until it fits.) The given state is still valid, unless it was donated.
         """
