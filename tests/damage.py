@@ -29,7 +29,6 @@ import io
 import json
 import lzma
 import os
-import pickle
 import random
 import resource
 import shutil
@@ -41,7 +40,6 @@ import tempfile
 import traceback
 import warnings
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -197,14 +195,10 @@ def of_shape(shape: str, dtype: str = "|u1") -> bytes:
 
 NPZ: dict[str, Change] = {
     "huge shape": header(of_shape("(10000000000000,)")),
-    "negative shape": header(of_shape("(-4, 28, 28)")),
     "small shape": header(of_shape("(1, 2, 5)")),
     "unclosed header": header(b"{'descr': '|u1', 'shape': ("),
-    "header of code": header(b"__import__('os').abort()"),
     "deep header": header(b"[" * 90),
-    "header of no dict": header(b"3"),
     "objects": header(of_shape("(1,)", "|O")),
-    "no header": written(b"PK\x03\x04"),
 }
 
 
@@ -238,21 +232,6 @@ def published(name: str) -> Change:
     return make
 
 
-PICKLES: dict[str, Change] = {
-    "code": written(pickle.dumps(os.getcwd, 2)),
-    "a set": written(pickle.dumps({"data": {1}, "labels": [1]})),
-    "no labels": replaced("labels", "babels"),
-    "protocol 5": written(pickle.dumps({"data": np.zeros((1, 3072), np.uint8)}, 5)),
-}
-PFLLIB = {
-    "no member": npz(x=np.zeros(3)),
-    "numbers": npz(data=np.zeros(3)),
-    "fractions as labels": npz(data={"x": LAST[:9], "y": np.full(9, 0.5)}),
-    "labels of two axes": npz(data={"x": LAST[:9], "y": np.zeros((9, 2), int)}),
-    "pairs of three": npz(data={"x": np.array([[[1], 2], [[1, 2], 3]], object), "y": [0, 1]}),
-}
-
-
 def make_pfllib(folder: Path) -> None:
     write_pfllib(folder / "digits")
 
@@ -263,47 +242,6 @@ def make_fl_bench(folder: Path) -> None:
 
 def make_niid_bench(folder: Path) -> None:
     write_niid_bench(folder / "card")
-
-
-def partition(**changes: Any) -> Change:
-    """Returns a change of the entries of FL-bench's pickle."""
-    return edited(lambda content: pickle.dumps(pickle.loads(content) | changes))
-
-
-def of_first_client(rows: Any) -> Change:
-    """Returns a change of the training examples of client 0 in FL-bench's pickle."""
-
-    def edit(content: bytes) -> bytes:
-        entries = pickle.loads(content)
-        entries["data_indices"][0]["train"] = rows
-        return pickle.dumps(entries)
-
-    return edited(edit)
-
-
-def of_clients(*ids: Any) -> Change:
-    return partition(separation={"train": list(ids), "val": [], "test": [0, 1, 2], "total": 3})
-
-
-FL_BENCH = {
-    **{f"clients {ids}": of_clients(*ids) for ids in ((-1,), (0.7,), ("0",), ([7],), (3,), (0, 0), (None,), (2**70,))},
-    **{f"indices {rows!r}": of_first_client(rows) for rows in (
-        [0.7], [-1], [40], ["1"], [[1]], 3, "12", {1: 2}, [None], [2**70], [True, False], [float("nan")],
-    )},
-    "clients of another kind": partition(data_indices={0: 1}),
-    "no test": partition(separation={"train": [0], "total": 3}),
-    "a separation of another kind": partition(separation=[1]),
-}  # fmt: skip
-
-
-def png(side: int) -> Change:
-    """Returns a change that writes another width and height into the header of a PNG file."""
-
-    def edit(content: bytes) -> bytes:
-        header = content[12:16] + struct.pack(">II", side, side) + content[24:29]
-        return content[:12] + header + struct.pack(">I", zlib.crc32(header)) + content[33:]
-
-    return edited(edit)
 
 
 def another_image(kind: str) -> Change:
@@ -343,20 +281,8 @@ def sql(*statements: str) -> Change:
     return change
 
 
-def blob(data: bytes) -> Change:
-    def change(path: Path) -> None:
-        with contextlib.closing(sqlite3.connect(path)) as connection, connection:
-            connection.execute("UPDATE federated_data SET data = ?", (data,))
-
-    return change
-
-
 SQLITE: dict[str, Change] = {
-    "msgpack of lists": blob(zlib.compress(b"\x91" * 100_000)),
-    "msgpack of no text": blob(zlib.compress(b"\x81\x01\x02")),
-    "no blob": sql("UPDATE federated_data SET data = 'text'"),
     "no text as name": sql("UPDATE federated_data SET client_id = num_examples + 0.5 WHERE rowid = 1"),
-    "name not in UTF-8": sql("UPDATE federated_data SET client_id = x'ff' WHERE rowid = 1"),
     "no rows": sql("DELETE FROM federated_data"),
 }
 
@@ -372,30 +298,11 @@ def message_of(**features: bytes) -> bytes:
 
 LABEL = field(3, field(1, b"\1"))
 TFF: dict[str, Change] = {
-    "without rowid": sql(
-        "DROP TABLE examples",
-        "CREATE TABLE examples(split_name, client_id, serialized_example_proto, PRIMARY KEY(client_id)) WITHOUT ROWID",
-        "INSERT INTO examples SELECT split_name, client_id, x'0a' FROM client_metadata GROUP BY client_id",
-    ),
-    "no blob": sql("UPDATE examples SET serialized_example_proto = 'text'"),
-    "no text as name": sql("UPDATE examples SET client_id = x'ff'"),
-    "name not in UTF-8": sql("UPDATE examples SET client_id = CAST(x'ff' AS TEXT)"),
-    "a negative count": sql("UPDATE client_metadata SET num_examples = -1"),
-    "a count of text": sql("UPDATE client_metadata SET num_examples = 'two'"),
-    "no rows": sql("DELETE FROM examples"),
     "no split": sql("UPDATE client_metadata SET split_name = ''"),
-    "an empty message": protos(b""),
-    "a field of 2**63 bytes": protos(b"\n" + b"\xff" * 9 + b"\1"),
     "a number without end": protos(b"\xff" * 50),
     "a group": protos(b"\x0b" * 20),
-    "a name not in UTF-8": protos(field(1, field(1, field(1, b"\xff"), field(2, LABEL)))),
-    "no name": protos(field(1, field(1, field(2, LABEL)))),
-    "text": protos(message_of(pixels=field(1, field(1, b"abc")), label=LABEL)),
-    "no pixels": protos(message_of(pixels=b"", label=LABEL)),
-    "pixels of 3 bytes": protos(message_of(pixels=field(2, field(1, b"abc")), label=LABEL)),
     "a cut integer": protos(message_of(pixels=LABEL, label=field(3, field(1, b"\1\x80")))),
     "an integer of 11 bytes": protos(message_of(pixels=LABEL, label=field(3, field(1, b"\x80" * 10 + b"\1")))),
-    "pixels of nested messages": protos(message_of(pixels=field(2, field(2, field(1, LABEL))), label=LABEL)),
 }
 
 
@@ -412,48 +319,10 @@ def packed_again(change: Change) -> Change:
     return change_packed
 
 
-def with_header(pages: int) -> Change:
-    """Returns a change of the number of pages in the header of a packed database."""
-    return packed_again(edited(lambda content: content[:28] + struct.pack(">I", pages) + content[32:]))
-
-
-LZMA = {name: packed_again(TFF[name]) for name in ("no rows", "a field of 2**63 bytes", "no split")}
-LZMA |= {
-    "a header of 16 TiB": with_header(2**32 - 1),
-    "a header of no pages": with_header(0),
-    "a dictionary of 4 GiB": edited(lambda content: b"]" + b"\xff" * 4 + content[5:]),
-    "no database": written(lzma.compress(bytes(1000))),
-    "nothing": written(lzma.compress(b"")),
-    "xz": packed_again(lambda path: None),
-    "unpacked": edited(lzma.decompress),
-}
-
-
-def h5(**columns: Any) -> Change:
-    """Returns a change that writes an HDF5 file with one client.
-
-    columns: the options of ``create_dataset`` for each column.
-    """
-
-    def change(path: Path) -> None:
-        import h5py
-
-        with h5py.File(path, "w") as file:
-            for name, options in columns.items():
-                file.create_dataset(f"examples/{NAMES[0]}/{name}", **options)
-
-    return change
-
-
-LABELS: dict[str, Any] = {"data": np.arange(2)}
-
-
-HDF5: dict[str, Change] = {
-    "text": h5(pixels={"data": ["a", "b"]}, label=LABELS),
-    "a number": h5(pixels={"data": 3.0}, label={"data": 1}),
-    "no numbers": h5(pixels={"data": None, "dtype": "f4"}, label=LABELS),
-    "a group": h5(**{"pixels/a": LABELS, "label": LABELS}),
-    "labels of two axes": h5(pixels={"data": np.zeros((2, 28, 28))}, label={"data": np.zeros((2, 2), int)}),
+LZMA = {
+    "a header of 16 TiB": packed_again(
+        edited(lambda content: content[:28] + struct.pack(">I", 2**32 - 1) + content[32:])
+    )
 }
 
 
@@ -518,10 +387,6 @@ def load_params(folder: Path, name: str = "params.npz") -> Any:
 
 
 load_safetensors = functools.partial(load_params, name="params.safetensors")
-
-
-def safetensors(length: int, text: bytes) -> Change:
-    return written(struct.pack("<Q", length) + text + bytes(64))
 
 
 RECORDS = [
@@ -589,12 +454,7 @@ TINY, TINY_IMAGENET = "tiny-imagenet-200", (published("tiny_imagenet"), dataset(
 LEAF, FEDJAX = "leaf_femnist/train/all_data_1.json", "federated_emnist_train.sqlite"
 TFF_H5, TFF_DATABASE = "fed_emnist_train.h5", "emnist_all.sqlite"
 FORMATS = {
-    "images npz": Format(*as_npz("mnist.npz", **images()), dataset("mnist"), True, NPZ | {
-        "labels of text": npz(**images() | {"y_train": np.array(["a"] * 6)}),
-        "labels of 2**64": npz(**images() | {"y_train": np.full(6, 2**64 - 1, np.uint64)}),
-        "labels of no axis": npz(**images() | {"y_train": np.array(3)}),
-        "records": npz(**images() | {"x_train": np.zeros(6, [("a", "u1"), ("b", "u1")])}),
-    }),
+    "images npz": Format(*as_npz("mnist.npz", **images()), dataset("mnist"), True, NPZ),
     "images npz, packed": Format(*as_npz("fashion_mnist.npz", True, **images()), dataset("fashion_mnist"), True),
     "femnist npz": Format(
         *as_npz("femnist_writers.npz", x=images()["x_train"], y=np.arange(6), writer=np.arange(6) // 2),
@@ -604,89 +464,34 @@ FORMATS = {
         "offsets that wrap": npz(
             **encoded(kind) | {"offsets": encoded(kind)["offsets"][[0, 2, 1, 3, 4, 5, 6]].astype(np.uint64)}
         ),
-        "no image": npz(**encoded(kind) | {kind: np.zeros_like(encoded(kind)[kind])}),
-        "n_train": npz(**encoded(kind) | {"n_train": np.uint64(2**64 - 1)}),
     }) for kind in ("jpeg", "webp")},
     "movielens npz": Format(
         *as_npz("movielens_latest_small.npz", **RATED),
         dataset("movielens", size="latest-small", **SMALL), True, {
-            "a negative user": npz(**RATED | {"user_id": -RATED["user_id"]}),
             "a negative film": npz(**RATED | {"movie_id": RATED["movie_id"] - 25}),
-            "a negative time": npz(**RATED | {"timestamp": -RATED["timestamp"]}),
-            "a user of 2**63": npz(**RATED | {"user_id": RATED["user_id"].astype("u8") + 2**63}),
         },
     ),
     "idx gz": Format("emnist-letters-train-images-idx3-ubyte.gz", write_emnist, dataset("emnist"), True, {
         "three bytes": idx(b"\0\0\x08"),
-        "huge": idx(b"\0\0\x08\x03" + b"\xff" * 12),
-        "255 axes": idx(b"\0\0\x08\xff" + struct.pack(">I", 1) * 255 + b"\0"),
-        "no axis": idx(b"\0\0\x08\0\0"),
-        "uncompressed": edited(gzip.decompress),
     }),
     "cifar10 pickle": Format(
-        "cifar-10-batches-py/data_batch_2", published("cifar10"), dataset("cifar10"), False, PICKLES,
-    ),
-    "cifar100 pickle": Format("cifar-100-python/train", published("cifar100"), dataset("cifar100"), False, PICKLES),
-    "pfllib npz": Format("digits/train/1.npz", make_pfllib, own_rows(fd.data.from_pfllib, "digits"), True, PFLLIB),
-    "pfllib config": Format("digits/config.json", make_pfllib, own_rows(fd.data.from_pfllib, "digits"), False, {
-        "more clients": replaced('"num_clients": 3', '"num_clients": 4'),
-        "no lists": replaced("[[[0", "[], [[[0"), "an empty list": replaced("[[0, 3], [1, 3], [2, 2]]", "[]"),
-        "more lists": replaced("[[[0", "[[[0, 1]], [[0"), "a label of 0.7": replaced("[[[0, ", "[[[0.7, "),
-        "a label twice": replaced("[[[0, ", "[[[0, 1], [0, "), "no dict": written("[3]"),
-    }),
-    "fl-bench pickle": Format("partition/partition.pkl", make_fl_bench, load_fl_bench, False, FL_BENCH),
-    "fl-bench stats": Format("partition/all_stats.json", make_fl_bench, load_fl_bench, False, {
-        "no dict": written("[3]"), "a label of text": replaced('"y": {"0"', '"y": {"a"'),
-        "a label of 0.7": replaced('"y": {"0"', '"y": {"0.7"'), "no labels": replaced('"y"', '"z"'),
-        "a client of text": replaced('"2": {"x"', '"a": {"x"'),
-    }),
-    "niid-bench csv": Format("card/1.csv", make_niid_bench, own_rows(fd.data.from_niid_bench, "card"), False, {
-        "a column twice": replaced("Time", "Class"), "no name": replaced("Time", ""), "1_0": replaced("10.0", "1_0.0"),
-        "other digits": replaced("10.0", "\u0661\u0660.0".encode().decode("latin-1")),
-        "a byte-order mark": edited(lambda content: content.decode().encode("utf-8-sig")),
-        "not UTF-8": replaced("Time", "\xff"), "a short row": replaced("10.0,", ""), "NUL": replaced("10.0", "\0"),
-        "a long field": replaced("10.0", "1" * 200_000), "an empty field": replaced("10.0", ""),
-        "infinity": replaced("10.0", "inf"),
-        "one number": written("3"),
-    }),
+        "cifar-10-batches-py/data_batch_2", published("cifar10"), dataset("cifar10")),
+    "cifar100 pickle": Format("cifar-100-python/train", published("cifar100"), dataset("cifar100")),
+    "pfllib npz": Format("digits/train/1.npz", make_pfllib, own_rows(fd.data.from_pfllib, "digits"), True),
+    "pfllib config": Format("digits/config.json", make_pfllib, own_rows(fd.data.from_pfllib, "digits")),
+    "fl-bench pickle": Format("partition/partition.pkl", make_fl_bench, load_fl_bench),
+    "fl-bench stats": Format("partition/all_stats.json", make_fl_bench, load_fl_bench),
+    "niid-bench csv": Format("card/1.csv", make_niid_bench, own_rows(fd.data.from_niid_bench, "card")),
     "cinic png": Format("CINIC-10/train/bird/a.png", published("cinic10"), dataset("cinic10"), True, {
-        "larger": png(12_000), "wider": png(33), "eps": another_image("EPS"),
         "gif": another_image("GIF"),
     }),
     "tiny_imagenet jpeg": Format(TINY + "/train/n02/images/n02_0.JPEG", *TINY_IMAGENET),
-    "tiny_imagenet text": Format(TINY + "/val/val_annotations.txt", *TINY_IMAGENET, False, {
-        "out of the folder": replaced("val_0", "../../../../../etc/passwd"),
-        "NUL": replaced("val_0", "\0"),
-        "not UTF-8": replaced("n02", "\xff"),
-    }),
+    "tiny_imagenet text": Format(TINY + "/val/val_annotations.txt", *TINY_IMAGENET),
     "tiny_imagenet wnids": Format(TINY + "/wnids.txt", *TINY_IMAGENET, False, {
-        "not UTF-8": replaced("n02", "\xff"), "NUL": replaced("n02", "\0"), "parent": replaced("n02", ".."),
-        "twice": replaced("n02", "n01"),
+        "not UTF-8": replaced("n02", "\xff"), "twice": replaced("n02", "n01"),
     }),
-    "leaf json": Format(LEAF, make_femnist("leaf"), dataset("femnist"), False, {
-        "not UTF-8": replaced("users", "\xff"),
-        "deep": written("[" * 100_000),
-        "deep rows": leaf(
-            users=["a"], num_samples=[1], user_data={"a": {"x": json.loads("[" * 90 + "]" * 90), "y": 0}}
-        ),
-        "users of numbers": leaf(users=[3, 4]),
-        "users of lists": leaf(users=[[3], [4]]),
-        "too few counts": leaf(num_samples=[2]),
-        "counts of text": leaf(num_samples=["2", "2"]),
-        "one user twice": leaf(users=[NAMES[1]] * 2),
-        "no users": leaf(users=[], num_samples=[], user_data={}),
-        "number of 5,000 digits": replaced("1.0", "1" * 5000),
-        "1e999": replaced("1.0", "1e999"),
-        "NaN": replaced("1.0", "NaN"),
-        "labels of lists": leaf(users=["a"], num_samples=[1], user_data={"a": {"x": [[0] * 784], "y": [[1]]}}),
-        "labels of fractions": leaf(users=["a"], num_samples=[1], user_data={"a": {"x": [[0] * 784], "y": [0.5]}}),
-    }),
-    "leaf json, own": Format(
-        LEAF, make_femnist("leaf"), lambda folder: values(fd.datasets.from_leaf(folder / "leaf_femnist")), False, {
-            "another row": leaf(users=["a"], num_samples=[1], user_data={"a": {"x": [[0] * 7], "y": [1]}}),
-            "labels of 1e999": leaf(users=["a"], num_samples=[1], user_data={"a": {"x": [[0.0] * 784], "y": [1e999]}}),
-        },
-    ),
+    "leaf json": Format(LEAF, make_femnist("leaf"), dataset("femnist"), False, {"deep": written("[" * 100_000)}),
+    "leaf json, own": Format(LEAF, make_femnist("leaf"), own_rows(fd.datasets.from_leaf, "leaf_femnist")),
     "fedjax sqlite": Format(FEDJAX, make_femnist("fedjax"), dataset("femnist"), False, SQLITE),
     "fedjax sqlite, own": Format(
         FEDJAX, make_femnist("fedjax"), own_rows(fd.datasets.from_fedjax, FEDJAX), False, SQLITE,
@@ -704,46 +509,28 @@ FORMATS = {
     "tff sqlite.lzma, own": Format(
         TFF_DATABASE + ".lzma", make_femnist("tff lzma"), own_tff(TFF_DATABASE + ".lzma"), False, LZMA,
     ),
-    "tff h5": Format(TFF_H5, make_femnist("tff"), dataset("femnist"), False, HDF5),
-    "tff h5, own": Format(TFF_H5, make_femnist("tff"), own_rows(fd.datasets.from_tff, TFF_H5), False, HDF5),
+    "tff h5": Format(TFF_H5, make_femnist("tff"), dataset("femnist")),
+    "tff h5, own": Format(TFF_H5, make_femnist("tff"), own_rows(fd.datasets.from_tff, TFF_H5)),
     "movielens ratings": Format("ml-1m/ratings.dat", make_movielens, dataset("movielens", **SMALL), False, {
-        "user 0": replaced("2::21", "0::21"),
-        "a negative user": replaced("2::21", "-2::21"),
-        "a negative film": replaced("2::21", "2::-21"),
-        "film 0": replaced("2::21", "2::0"),
-        "a negative time": replaced("::978", "::-978"),
-        "a time of 1970": replaced("::978300", "::9"),
         "cut within the last line": edited(lambda content: content[:-2]),
         "a field cut off": edited(lambda content: content[:-12]),
         "one rating each": written("".join(f"{u}::{u}::1::{SECOND}\n" for u in (1, 2, 3))),
-        "other digits": replaced("2::21", "\xb2::21"),
     }),
     "movielens users": Format("ml-1m/users.dat", make_movielens, dataset("movielens", **SMALL), False, {
-        "user 0": replaced("2::F", "0::F"), "twice": replaced("2::F", "1::F"),
+        "twice": replaced("2::F", "1::F"),
     }),
-    "agnews csv": Format("ag_news_csv/train.csv", make_agnews, dataset("agnews"), False, {
-        "not UTF-8": edited(lambda content: content.decode().encode("latin-1")),
-        "a long field": written('"1","' + "a" * 200_000 + '","b"\n'),
-        "unclosed": written('"1","a","b'),
-        "NUL": written('"1","a","\0"\n"7"'),
-    }),
+    "agnews csv": Format(
+        "ag_news_csv/train.csv", make_agnews, dataset("agnews"), False, {"unclosed": written('"1","a","b')},
+    ),
     "bindingdb tsv": Format("BindingDB_All.tsv", make_bindingdb, dataset("bindingdb", ligand=4, protein=4), False, {
-        "a huge Kd": replaced("12.5", "9" * 5000),
         "an infinite Kd": replaced("12.5", "1e999"),
-        "a negative Kd": replaced("12.5", "-3"),
         "one pair": written("Ligand SMILES\tKd (nM)\tBindingDB Target Chain Sequence\nC\t5\tM\n"),
     }),
     "cache npz": Format("cache/*", make_cache, again(dataset("femnist")), True, NPZ),
     "parameters npz": Format(*as_npz("params.npz", **PARAMS), load_params, True, NPZ | {
         "text": npz(**PARAMS | {"classifier/dense/bias": np.array(["a", "b"])}),
-        "complex": npz(**PARAMS | {"classifier/dense/bias": np.ones(2, complex)}),
-        "safetensors": safetensors(2, b"{}"), "long safetensors": safetensors(2**63, b"{}"),
     }, warm=True),
-    "parameters safetensors": Format("params.safetensors", make_safetensors, load_safetensors, False, {
-        "no header": safetensors(2, b"{}"), "a long header": safetensors(2**63, b"{}"), "empty": written(""),
-        "a huge array": replaced('"shape":[2]', '"shape":[9]'), "an unknown dtype": replaced('"F32"', '"F99"'),
-        "complex": replaced('"F32","shape":[4,2]', '"C64","shape":[2,2]'), "an array twice": replaced("kernel", "bias"),
-    }, warm=True),
+    "parameters safetensors": Format("params.safetensors", make_safetensors, load_safetensors, warm=True),
     "log": Format("rounds.jsonl", make_log, load_log, False, {
         "not UTF-8": replaced("round", "\xff"), "deep": written("[" * 100_000 + "\n"),
         "no round": replaced('"round": 2, ', ""), "a round of text": replaced('"round": 2', '"round": "b"'),
