@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
@@ -341,12 +341,8 @@ def ids(name: str, values: Any, rows: int) -> np.ndarray:
     return result
 
 
-def converted(
-    name: str, array: np.ndarray, dtype: Any, fix: str, rows: Sequence[int] | np.ndarray | None = None
-) -> np.ndarray:
+def converted(name: str, array: np.ndarray, dtype: Any, fix: str) -> np.ndarray:
     """Returns numbers [n, ...] with another dtype. Arrays that have this dtype are not copied.
-
-    rows: the numbers of the n rows in the user's data, for messages. Default: 0, 1, ...
 
     Raises ValueError if a number would change: if it is out of range, if an integer dtype would lose its fraction, or
     if a float dtype would round an integer, because two ids could then be equal. Floats may be rounded.
@@ -363,11 +359,8 @@ def converted(
             changed = _changed(part, new)
         if changed.any():
             at = np.unravel_index(int(changed.argmax()), changed.shape)
-            row = start + int(at[0])
-            raise ConfigurationError(
-                f"{name} must be {_allowed(array.dtype, dtype)}, got {part[at]} in row "
-                f"{row if rows is None else rows[row]}: {fix}"
-            )
+            got = f"{part[at]} in row {start + int(at[0])}"
+            refuse(f"{name} must be {_allowed(array.dtype, dtype)}", got, fix)
     return result
 
 

@@ -30,7 +30,7 @@ def from_flwr(
 
     Partition i becomes client i, with its examples in the same order. So a simulation here and one in Flower can use
     the same partition. The partitions of a NaturalIdPartitioner become clients with names. Columns are read as in
-    `from_huggingface`. The examples are copied once.
+    `from_huggingface`.
 
     Args:
       source: a `flwr_datasets.FederatedDataset`, or a `flwr_datasets.partitioner.Partitioner` whose ``dataset`` is set.

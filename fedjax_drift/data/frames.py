@@ -67,13 +67,12 @@ def _table(frame: Any, x: str | Sequence[str], y: str, client: str | None, dtype
         got = "no rows" if isinstance(frame, pd.DataFrame) else checks.type_of(frame)
         checks.refuse("the frame must be a pandas.DataFrame with at least 1 row", got)
     names = tables.column_names(x, y, client, list(frame.columns))
-    titles, columns = [f"column {name!r}" for name in names], [_column(frame, name) for name in names]
-
-    def inputs(rows: np.ndarray | None) -> np.ndarray:
-        return tables.inputs([c if rows is None else c[rows] for c in columns], titles, dtype, CONVERT, rows)
-
     owner = None if client is None else tables.clients(_column(frame, client), f"column {client!r}")
-    return tables.Table(inputs, tables.labels(_column(frame, y), f"column {y!r}", CONVERT), owner)
+    labels, columns = (
+        tables.labels(_column(frame, y), f"column {y!r}", CONVERT),
+        [_column(frame, name) for name in names],
+    )
+    return tables.Table(tables.inputs(columns, [f"column {name!r}" for name in names], dtype, CONVERT), labels, owner)
 
 
 def _column(frame: Any, name: str) -> np.ndarray:

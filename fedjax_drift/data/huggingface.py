@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypedDict, Unpack
 
@@ -15,7 +15,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.spec import Count, Flag, checked
 
 Padding = Annotated[int, spec.integer(-(2**31), checks.LARGE)]
-ROWS = 1024  # examples that are read at once if they are decoded or copied
+ROWS = 1024  # examples that are read at once if they are images, or rows of the data set were selected
 CONVERT = "convert it with dataset.map (a tokenizer), or with dataset.cast_column(name, datasets.Value('float32'))"
 
 
@@ -65,7 +65,7 @@ def from_huggingface(
     - Labels are integers, classes (ClassLabel), numbers, or lists of integers, such as the next tokens. Labels that are
       text are numbered from 0 in sorted order.
 
-    The examples are copied once. They are not copied, and stay memory-mapped, if they are already in the order of the
+    The examples are copied. They are not copied, and stay memory-mapped, if they are already in the order of the
     clients, their dtype does not change, and the column is one contiguous piece of an Arrow file (one record batch).
 
     Args:
@@ -138,39 +138,28 @@ def table(dataset: Any, x: str | Sequence[str], y: str, client: str | None, conv
     names = tables.column_names(x, y, client, dataset.column_names)
     titles = [f"column {name!r}" for name in names]
 
-    def blocks(whole: bool) -> Iterator[np.ndarray]:
-        for rows, arrays in _batches(dataset, names, conversion, whole):
-            yield tables.inputs(arrays, titles, conversion.dtype, CONVERT, rows)
-
-    def column(name: str) -> np.ndarray:
-        parts = [array for _, (array,) in _batches(dataset, [name], conversion)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-    return tables.Table(
-        lambda rows: tables.gather(blocks(rows is None), len(dataset), rows, f"column {x!r}"),
-        tables.labels(column(y), f"column {y!r}", CONVERT),
-        None if client is None else tables.clients(column(client), f"column {client!r}"),
-    )
+    clients = None if client is None else tables.clients(_column(dataset, client, conversion), f"column {client!r}")
+    y_values = tables.labels(_column(dataset, y, conversion), f"column {y!r}", CONVERT)
+    columns = [_column(dataset, name, conversion) for name in names]
+    return tables.Table(tables.inputs(columns, titles, conversion.dtype, CONVERT), y_values, clients)
 
 
-def _batches(
-    dataset: Any, names: Sequence[str], conversion: Conversion, whole: bool = True
-) -> Iterator[tuple[range, list[np.ndarray]]]:
-    """Yields the numbers of consecutive examples, and their columns as arrays.
-
-    whole: whether a contiguous piece of the table is one batch. Its arrays are then views of the Arrow file, unless
-    rows of the data set were selected, or it has images.
-    """
+def _column(dataset: Any, name: str, conversion: Conversion) -> np.ndarray:
+    """Returns a column as an array: a view of the Arrow file, if it is one contiguous piece of it."""
     import datasets
 
-    view = dataset.select_columns(list(dict.fromkeys(names))).with_format("arrow")
-    whole &= not any(isinstance(dataset.features[name], datasets.Image) for name in names)
-    begin = 0
-    for part in [view[:]] if dataset._indices is None else view.iter(ROWS):
-        for batch in part.to_batches(None if whole else ROWS):
+    view = dataset.select_columns([name]).with_format("arrow")
+    size = ROWS if isinstance(dataset.features[name], datasets.Image) else None
+    parts, begin = list[np.ndarray](), 0
+    for piece in [view[:]] if dataset._indices is None else view.iter(ROWS):
+        for batch in piece.to_batches(size):
             if batch.num_rows:
                 rows = range(begin, begin := begin + batch.num_rows)
-                yield rows, [_array(batch[name], rows, dataset.features[name], name, conversion) for name in names]
+                parts.append(_array(batch[name], rows, dataset.features[name], name, conversion))
+                if parts[0].dtype != object:
+                    what = f"column {name!r}: row {rows[0]}"
+                    tables.check_alike(what, parts[-1][0], parts[0][0], "dataset.cast_column")
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _array(column: Any, rows: range, feature: Any, name: str, conversion: Conversion) -> np.ndarray:

@@ -73,10 +73,9 @@ def _table(argument: str, dataset: Any, client_of: ClientOf | None, channels_fir
             got = f"inputs of shape {list(x.shape[1:])}"
             checks.refuse("channels_first=True needs images [C, H, W]", got, "leave it out")
         x = np.ascontiguousarray(np.moveaxis(x, 1, -1))
-    x = tables.inputs([x], [f"{argument}: the inputs"], None, CONVERT, None)
+    x = tables.inputs([x], [f"{argument}: the inputs"], None, CONVERT)
     client = None if client_of is None else _clients(argument, client_of, len(dataset))
-    y = tables.labels(y, f"{argument}: the labels", CONVERT)
-    return tables.Table(lambda rows: x if rows is None else x[rows], y, client)
+    return tables.Table(x, tables.labels(y, f"{argument}: the labels", CONVERT), client)
 
 
 def _is_map_style(dataset: Any) -> bool:

@@ -7,15 +7,14 @@ A reader turns columns into arrays. It makes a `Table` of the training examples,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from numbers import Number
 from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
 
 from fedjax_drift import checks, spec
-from fedjax_drift.data import image_files
+from fedjax_drift.data import image_files, joining
 from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.data.partition import Partition, by_writer, classes, dirichlet, distribution, iid, long_tailed, shards
 from fedjax_drift.errors import ConfigurationError
@@ -42,10 +41,10 @@ Dtype = Annotated[Any, spec.Spec(_dtype, "dtype", wrong=("O", 3), allowed=NUMERI
 
 
 class Table(NamedTuple):
-    """M examples in the order of their source. The inputs are read last, in their final order, to copy them once."""
+    """M examples in the order of their source."""
 
-    x: Callable[[np.ndarray | None], np.ndarray]
-    """``x(rows)`` returns the inputs of the examples ``rows``, or of all examples if rows is None."""
+    x: np.ndarray
+    """[M, ...]"""
     y: np.ndarray
     """[M, ...] numbers, or [M] texts, dtype object."""
     client: np.ndarray | None = None
@@ -83,32 +82,29 @@ def from_table(
         checks.refuse("client_tests=True needs a test set", "none", "pass test=")
     with naming(columns):
         train, test = _numbered(train, test)
-    rows, ids, client_names = np.arange(len(train.y)), None, train.client_names
-    if partition is None and train.client is not None:
-        ids = np.unique(train.client)
-        client_names = tuple(map(str, ids))
-    with naming(columns):  # the inputs of this federation are the order of the examples
-        if train.sizes is not None:
-            order = FederatedData(rows, train.y, train.sizes)
-        else:
-            parts = split(by_writer() if partition is None else partition, train.y, train.client)
-            order = FederatedData.from_partition(rows, train.y, parts)
-    x = train.x(None if np.array_equal(order.x, rows) else order.x)
-    x_test = y_test = test_sizes = None
-    if test is not None:
-        test_order, test_sizes = _test_order(test.client, ids, client_tests)
-        x_test, y_test = test.x(test_order), test.y if test_order is None else test.y[test_order]
-        test_sizes = test_sizes if test.sizes is None else test.sizes
-    tests: dict[str, Any] = {"x_test": x_test, "y_test": y_test, "test_sizes": test_sizes}
-    with naming(columns):
-        return replace(order, x=x, **tests, name=name, client_names=client_names)
+        (x, y, client, sizes, client_names), ids = train, None
+        if partition is None and client is not None:
+            ids = np.unique(client)
+            client_names = tuple(map(str, ids))
+        if sizes is None:
+            parts = split(by_writer() if partition is None else partition, y, client)
+            rows, sizes = joining.join_parts(parts, len(y), "parts")
+            if not np.array_equal(rows, np.arange(len(y))):  # otherwise, x may stay in a memory map
+                x, y = x[rows], y[rows]
+        x_test = y_test = test_sizes = None
+        if test is not None:
+            x_test, y_test, _, test_sizes, _ = test
+            order, test_sizes = (None, test_sizes) if test_sizes is not None else _test_order(test, ids, client_tests)
+            x_test, y_test = (x_test, y_test) if order is None else (x_test[order], y_test[order])
+        return FederatedData(x, y, sizes, x_test, y_test, test_sizes, name=name, client_names=client_names)
 
 
-def _test_order(client: Any, ids: Any, client_tests: bool | None) -> tuple[np.ndarray | None, np.ndarray | None]:
+def _test_order(test: Table, ids: Any, client_tests: bool | None) -> tuple[np.ndarray | None, np.ndarray | None]:
     """Returns the order of the test examples and how many each client has; (None, None) for a pooled test set.
 
-    client: the client of each test example, or None. ids: the training clients, sorted, or None for a partition.
+    ids: the training clients, sorted, or None for a partition.
     """
+    client: Any = test.client
     if client is not None and ids is not None and {client.dtype.kind, ids.dtype.kind} == {"i", "u"}:
         client, ids = client.astype(object), ids.astype(object)  # NumPy would compare them as floats
     unknown = None if client is None or ids is None else client[~np.isin(client, ids)].tolist()
@@ -157,36 +153,13 @@ def split(partitioner: Partitioner, y: np.ndarray, writer: np.ndarray | None) ->
         checks.refuse(what, "a function that raises", str(error), error)
 
 
-def gather(blocks: Iterable[np.ndarray], total: int, rows: np.ndarray | None, name: str) -> np.ndarray:
-    """Joins consecutive blocks of ``total`` examples, and returns the examples ``rows``, or all for None.
-
-    Each block is read once, so only one block and the result are in memory. A single block is not copied if rows is
-    None.
-    """
-    picked = np.arange(total) if rows is None else rows
-    order = np.argsort(picked, kind="stable")
-    wanted, begin, joined = picked[order], 0, np.empty(0)
-    for block in blocks:
-        if len(block) == total:
-            return block if rows is None else block[rows]
-        joined = joined if begin else np.empty((len(picked), *block.shape[1:]), block.dtype)
-        check_alike(f"{name}: row {begin}", block[0], joined[0], "dataset.cast_column")
-        first, last = np.searchsorted(wanted, (begin, begin + len(block)))
-        joined[order[first:last]] = block[wanted[first:last] - begin]
-        begin += len(block)
-    return joined
-
-
-def inputs(
-    columns: Sequence[np.ndarray], names: Sequence[str], dtype: Any, fix: str, rows: Sequence[int] | np.ndarray | None
-) -> np.ndarray:
+def inputs(columns: Sequence[np.ndarray], names: Sequence[str], dtype: Any, fix: str) -> np.ndarray:
     """Returns the inputs [n, ...] of columns of numbers [n], or of one column of arrays [n, ...].
 
     Columns of numbers become float32 features [n, F]. Arrays of integers keep their dtype, and other arrays become
     float32. ``dtype`` replaces both. Grey images, uint8 [n, H, W], get a channel axis.
 
-    names: what messages call the columns, such as "column 'age'". fix: how to make numbers of a column. rows: see
-    `checks.converted`.
+    names: what messages call the columns, such as "column 'age'". fix: how to make numbers of a column.
     """
     is_array = len(columns) == 1 and columns[0].ndim > 1
     converted = []
@@ -200,7 +173,7 @@ def inputs(
         keeps = is_array and (kind in "iu" or column.dtype == np.float16)
         as_dtype = dtype or (column.dtype if keeps else np.float32)
         change = 'scale measurements, read ids as dtype="int32", or pass another dtype'
-        converted.append(checks.converted(name, column, as_dtype, change, rows))
+        converted.append(checks.converted(name, column, as_dtype, change))
     if not is_array:
         return np.stack(converted, axis=-1)
     (array,) = converted
