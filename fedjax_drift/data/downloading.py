@@ -194,9 +194,7 @@ def _continued(file: File, part: Path, have: int, bar: Any) -> str:
             have = have if response.status_code == 206 else 0  # other servers send the whole file again
             length = response.headers.get("Content-Length", str(file.size - have))
             if length != str(file.size - have):
-                known = length.isascii() and length.isdecimal()
-                has = have + int(length) if known else f"a Content-Length of {length!r}"
-                return f"it must have {file.size} bytes, but the server has {has}"
+                return f"after {have} bytes, the server must send {file.size - have}, but has {length}"
             bar.n = have
             with open(part, "ab" if have else "wb") as output:
                 for chunk in response.raw.stream(STEP, decode_content=False):

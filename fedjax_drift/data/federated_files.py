@@ -175,27 +175,17 @@ def _narrowed(values: Any, name: str) -> np.ndarray:
 
 
 def numbers(values: Any, name: str) -> np.ndarray:
-    """Returns lists of numbers as an array. Refuses anything else.
-
-    Of text, NumPy makes an array in which every item takes as many bytes as the longest. So a small file could fill
-    the memory.
-    """
-    if not _is_numeric(values):
-        raise ConfigurationError(f"{name} must be numbers: {ENCODE}")
+    """Returns lists of numbers as an array. Refuses anything else."""
     try:
-        return checks.exact_array(values)
+        array = checks.exact_array(values)
     except ConfigurationError as error:
         raise ConfigurationError(f"{name}: {error}") from error
     except ValueError as error:
         why = "all examples of a client must have the same shape: pad them, and write the file again"
         raise ConfigurationError(why) from error
-
-
-def _is_numeric(values: Any) -> bool:
-    """Whether values are a number, an array of numbers, or nested lists of them."""
-    if isinstance(values, list | tuple):
-        return all(_is_numeric(value) for value in values if not isinstance(value, int | float))
-    return isinstance(values, int | float) or getattr(values, "dtype", np.dtype(object)).kind in "biuf"
+    if array.dtype.kind not in "biuf":
+        raise ConfigurationError(f"{name} must be numbers: {ENCODE}")
+    return array
 
 
 def read_fedjax(path: Path, x: str, y: str) -> Iterator[Client]:

@@ -60,22 +60,8 @@ def folders(data_dir: str | os.PathLike[str] | None = None) -> list[Path]:
 
 
 def find(filenames: Iterable[str], places: Iterable[Path]) -> Path | None:
-    """Returns the first file with one of these names, in the order of the folders, or None.
-
-    Raises ValueError if a folder can't be searched.
-    """
-    for path in [folder / filename for folder in places for filename in filenames]:
-        try:
-            os.stat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            continue
-        except OSError as error:
-            raise ConfigurationError(
-                f"cannot look for {path}: {error.strerror}: allow this user to read the folder, "
-                "or pass another data_dir"
-            ) from error
-        return path
-    return None
+    """Returns the first file with one of these names, in the order of the folders, or None."""
+    return next((path for folder in places for name in filenames if (path := folder / name).exists()), None)
 
 
 def read_npz(path: Path, spec: Spec) -> Arrays:

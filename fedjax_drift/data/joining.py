@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Integral
 from typing import Any
@@ -144,13 +143,12 @@ def concatenate(clients: Any, what: str, names: Sequence[Any] | None) -> tuple[n
         checks.refuse(f"a federation needs at least 1 {what}", 0, "pass one (x, y) pair per client")
     titles = [f"{what} {name}" for name in (range(len(clients)) if names is None else names)]
     pairs = [as_pair(pair, title) for pair, title in zip(clients, titles, strict=True)]
-    usual = Counter(_form(*pair) for pair in pairs if len(pair[0])).most_common(1)
+    first = next((pair for pair in pairs if len(pair[0])), pairs[0])
     for title, (x, y) in zip(titles, pairs, strict=True):
         if len(x) != len(y):
             checks.refuse(f"{title} must have as many inputs as labels", f"{len(x)} and {len(y)}")
-        if len(x) and _form(x, y) != usual[0][0]:
-            first_x, first_y = next(pair for pair in pairs if len(pair[0]) and _form(*pair) == usual[0][0])
-            others = f"the dtypes and shapes of the other clients, inputs {row(first_x)} and labels {row(first_y)}"
+        if len(x) and _form(x, y) != _form(*first):
+            others = f"the dtypes and shapes of the first one, inputs {row(first[0])} and labels {row(first[1])}"
             fix = "use the same dtype and shape per example for every client"
             checks.refuse(f"{title} must have {others}", f"{row(x)} and {row(y)}", fix)
     sizes = np.array([len(x) for x, _ in pairs])

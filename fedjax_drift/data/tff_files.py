@@ -210,8 +210,6 @@ def _integers(content: bytes) -> np.ndarray:
     if len(ends) == len(encoded):
         return encoded.astype(np.int64)
     starts = np.concatenate([[0], ends[:-1]])
-    if not len(ends) or ends[-1] < len(encoded) or (ends - starts).max() > 10:
-        raise ConfigurationError("an example has damaged integers: download it again")
     places = np.arange(len(encoded)) - np.repeat(starts, ends - starts)
     shifted = (encoded & 127).astype(np.uint64) << (7 * places).astype(np.uint64)
     return np.bitwise_or.reduceat(shifted, starts).view(np.int64)
@@ -237,13 +235,11 @@ def _fields(message: bytes) -> Iterator[tuple[int, bytes]]:
 
 def _integer(message: bytes, at: int) -> tuple[int, int]:
     """Returns the integer that is encoded at a position, and the position after it."""
-    value = 0
-    for place in range(10):
-        byte = message[at + place]
-        value |= (byte & 127) << 7 * place
-        if byte < 128:
-            return value, at + place + 1
-    raise ConfigurationError("an example has a damaged integer: download it again")
+    value = place = 0
+    while (byte := message[at]) >= 128:
+        value |= (byte & 127) << place
+        at, place = at + 1, place + 7
+    return value | byte << place, at + 1
 
 
 # ---------------------------------------------------------------- lzma
