@@ -265,5 +265,8 @@ def finished(figure: Figure, path: FilePath) -> Figure:
     """Breaks long labels, writes the figure to the path, unless the path is None, and returns the figure."""
     wrap_texts(figure)
     if path is not None:
-        figure.savefig(path, dpi=150)
+        try:
+            figure.savefig(path, dpi=150)
+        except ValueError as error:
+            checks.refuse("path must end in a format of matplotlib", path, str(error), error)
     return figure
