@@ -145,7 +145,7 @@ DATA = [
     (lambda: fd.grid(lr=0.1), r"lr must be a list of one or more values, got 0.1: pass grid\(lr=\[...\]\)"),
     (lambda: fd.plots.curves([{"round": 1, "accuracy": "a"}]), "records' accuracy must be numbers, or lists"),
     (lambda: fd.plots.curves([{"round": 1.5, "accuracy": 1}]), "records' round must be an integer >= 0, got 1.5"),
-    (lambda: fd.plots.federation(federation(), "x.nope"), "path must end in a format of matplotlib, got x.nope: Format 'nope' is not supported"),
+    (lambda: fd.plots.federation(federation(), "x.nope"), "path must end in a format .*, got x.nope: Format 'nope' is"),
     (lambda: fd.FederatedData(X, Y, np.array([1, 2])), "sizes must sum to 4, the number of examples, got 3"),
     (lambda: federation().client(2), r"in 0..1, got 2"),
     (lambda: fd.datasets.load("mnits"), "did you mean 'mnist'"),
