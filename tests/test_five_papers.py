@@ -40,24 +40,6 @@ def test_feddyn_and_feddc_by_hand() -> None:
     assert float(second.params) == pytest.approx(6.25 + D + 3.125 + D)
 
 
-def test_the_control_variates_of_feddcs_code_by_hand() -> None:
-    """q = 1/2 and 3/2. With one example per batch, K = 2 and 6, and Kbar = 4. eta_0 = 1/2 and eta_1 = 1/4."""
-    form = {"scale_by_size": True, "variate_lr": "initial", "variate_steps": "mean"}
-    for algorithm in (alg.scaffold(**form), alg.feddc(alpha=1e-30, **form)):
-        state = states_after(federate(algorithm, batch_size=1, lr_decay=0.5), 1)[-1]
-        D = np.array([2 * (1 - 2.0**-2), 8 * (1 - 2.0**-6)])
-        c_i = -D / (4 * 0.5)
-        np.testing.assert_allclose(state.clients.c, c_i, rtol=1e-6)
-        c = (0.5 * c_i[0] + 1.5 * c_i[1]) / 2
-        np.testing.assert_allclose(state.server.c, c, rtol=1e-6)
-        again = states_after(federate(algorithm, batch_size=1, lr_decay=0.5), 2)[-1]
-        w, q = float(state.params), np.array([0.5, 1.5])
-        target = np.array([2, 8]) + c_i - c / q
-        left = np.array([0.75**2, 0.75**6])
-        D = (target - w) * (1 - left)
-        np.testing.assert_allclose(again.clients.c, c_i - c / q - D / (4 * 0.5), rtol=1e-5)
-
-
 def test_slowmo_and_fedadc_by_hand() -> None:
     # SlowMo: m = -3.75 / 0.5 = -7.5 and w = 3.75 after round 0. Then m = -7.5 / 2 - 0.9375 / 0.5 = -5.625.
     assert models_after(alg.slowmo(beta=0.5)) == pytest.approx([3.75, 3.75 + 2.8125])
@@ -67,25 +49,6 @@ def test_slowmo_and_fedadc_by_hand() -> None:
     # FedADC, "heavy_ball": the two steps are theta <- (theta + a + 3.75) / 2. So D = 1.5 and 6, and m = -7.5 + 3.75.
     blue = alg.fedadc(beta=0.5, variant="heavy_ball")
     assert models_after(blue) == pytest.approx([3.75, 3.75 + 1.875])
-
-
-@pytest.mark.parametrize("gamma", [None, 0.5, 1.0])
-@pytest.mark.parametrize("variant", ["nesterov", "heavy_ball"])
-def test_fedadc_has_the_momentum_of_slowmo_for_every_gamma(variant, gamma) -> None:
-    """The new m is beta m plus the sum of the gradients, for every gamma.
-
-    With one client and one step, this is heavy-ball SGD. With "nesterov", the gradient is evaluated at a shifted point.
-    """
-    data_model, lr, beta = quadratics([2.0]), 0.5, 0.6
-    sim = federate(alg.fedadc(beta, variant=variant, gamma=gamma), data_model, epochs=1, lr=lr)
-    share = 1.0 if gamma is None else gamma * beta
-    w, m = 0.0, 0.0
-    for state in states_after(sim, 4)[1:]:
-        point = w - lr * share * m if variant == "nesterov" else w
-        m = beta * m + (point - 2.0)
-        w = w - lr * m
-        assert float(state.params) == pytest.approx(w, abs=1e-5)
-        assert float(state.server.m) == pytest.approx(m, abs=1e-5)
 
 
 def test_fedeve_by_hand() -> None:
@@ -108,18 +71,8 @@ def test_fedeve_by_hand() -> None:
     assert float(info["client_variance"]) == pytest.approx(2.25**2 * 2 / 4)
 
 
-def test_the_gain_of_fedeve() -> None:
-    """Round 0 equals a round of damped FedAvgM with beta = 1 - G. After every round s2 = G sR2."""
-    data_model = quadratics([2.0, 8.0, 3.0, 5.0], [1, 3, 2, 4])
-    sim = federate(alg.fedeve(), data_model)
-    state, info = sim.round_fn(sim.init(jax.random.key(0)))
-    gain = float(info["gain"])
-    assert 0 < gain < 1
-    assert float(state.params) == pytest.approx(models_after(alg.fedavgm(1 - gain, damped=True), 1, data_model)[0])
-    for _ in range(5):
-        state, info = sim.round_fn(state)
-        G, sR2 = float(info["gain"]), float(info["client_variance"])
-        assert 0 < G < 1 and float(state.server.s2) == pytest.approx(G * sR2, rel=1e-4)
+def test_the_gain_of_fedeve_at_its_limits() -> None:
+    """It is 1 for a single client, whose updates have no variance, and 0 at rest, where all variances are 0."""
     alone = federate(alg.fedeve(), quadratics([2.0]))
     assert float(alone.round_fn(alone.init(jax.random.key(0)))[1]["gain"]) == 1.0
     at_rest = federate(alg.fedeve(), quadratics([2.0, 2.0]))
@@ -191,23 +144,6 @@ def test_fedgvr_fedgm_and_fedgvrgm_by_hand() -> None:
     D = (two_steps(3.125, 2, 1.25 - 1.5625) + two_steps(3.125, 8, 5 - 1.5625)) / 2
     both = alg.fedgvrgm(mu=0.5, beta=0.5)
     assert models_after(both) == pytest.approx([3.125, 3.125 + 0.5 * 3.125 + D])
-
-
-def test_eps_of_fedgvr_follows_the_accuracy() -> None:
-    """With window = 2, eps is 1 for t = 0, 1, 2.
-
-    After that it is half of the rise of the best accuracy over two rounds, in percent, clipped to [0, 1].
-    """
-    algorithm = alg.fedgvr(window=2)
-    server, mean = algorithm.init_server(jnp.zeros(())), (jnp.zeros(()), jnp.zeros(()))
-    context = fd.Round(jnp.int32(0), jnp.float32(0.1), jnp.float32(1), 2, 2.0)
-    seen = []
-    for accuracy in (0.5, 0.9, 0.8, 0.901, 0.91, 0.5, 0.5):
-        seen.append(float(algorithm.report(server, mean, context)["eps"]))
-        server = algorithm.observe(server, {"loss": jnp.zeros(()), "accuracy": jnp.float32(accuracy)})
-    assert seen == pytest.approx([1, 1, 1, 1, 0.05, 0.5, 0.45], abs=1e-4)
-    fractions = alg.fedgvr(window=2, literal="accuracy")
-    assert float(fractions.report(server._replace(best=jnp.float32([0, 0, 1])), mean, context)["eps"]) == 0.5
 
 
 # Tests of the equations of FedGVRGM as printed in the paper. The optima and curvatures of the clients differ. The

@@ -607,10 +607,10 @@ def pictures_of(values):
 
 
 SCALES = [(scale, shape) for scale in (1e-6, 0.3, 50, 1e9) for shape in growing(1.0)]
-CORE = ((0.3, "point"), (0.3, "doubling"))
+CORE = (0.3, "doubling")
 
 
-@pytest.mark.parametrize(("scale", "shape"), [each if each in CORE else thorough(*each) for each in SCALES])
+@pytest.mark.parametrize(("scale", "shape"), [each if each == CORE else thorough(*each) for each in SCALES])
 def test_every_numeric_axis_has_two_tick_labels(scale, shape):
     for figure in pictures_of(growing(scale)[shape]):
         figure.draw_without_rendering()

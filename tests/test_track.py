@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import pytest
+from small import thorough
 from test_bank import file_limit
 
 import fedjax_drift as fd
@@ -266,6 +267,7 @@ def test_ctrl_c_closes_the_tracked_run_as_killed(tracker, folder) -> None:
     assert 1 <= len(history) < 500 and tracked(tracker, folder)["run"].status == ENDED[tracker]["killed"]
 
 
+@pytest.mark.parametrize("tracker", ["tensorboard", *map(thorough, ("wandb", "mlflow"))], indirect=True)
 def test_a_killed_process_leaves_its_rounds(tracker, folder) -> None:
     program = f"""
 import time, fedjax_drift as fd
@@ -310,6 +312,7 @@ def test_an_error_of_the_tracker_does_not_end_the_training(tracker, folder, monk
     assert run.status == ENDED[tracker]["finished"]
 
 
+@pytest.mark.parametrize("tracker", ["wandb", *map(thorough, ("tensorboard", "mlflow"))], indirect=True)
 def test_the_command_line_tracks_every_algorithm_and_seed_and_resumes(tracker, folder, monkeypatch, capsys) -> None:
     words = [*TINY, "--algorithm", "fedavg", "--algorithm", "fedprox:mu=0.5", "--seeds", "2", "--force"]
     assert cli.main([*words, "--track", tracker, "--output", str(folder)]) == 0
@@ -326,6 +329,7 @@ def test_the_command_line_tracks_every_algorithm_and_seed_and_resumes(tracker, f
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("tracker", ["wandb", *map(thorough, ("tensorboard", "mlflow"))], indirect=True)
 def test_the_command_line_closes_a_run_that_ctrl_c_or_an_error_ends(tracker, folder, monkeypatch, capsys) -> None:
     run = fd.Simulation.run
 
