@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import tempfile
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
@@ -19,22 +18,16 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yields the path of a new, empty file, which replaces ``path`` atomically at the end of the block.
 
     If the process is killed, ``path`` has either the old content or the new one. If the block raises an exception,
-    ``path`` is unchanged, and the new file is deleted. The new file is in the same folder, has the same suffix, and has
-    a name that nothing else has: writing to it never follows a link.
+    ``path`` is unchanged, and the new file is deleted. The new file is in the same folder and has the same suffix.
     """
     new = path.with_name(f".{path.stem}.{secrets.token_hex(8)}{path.suffix}")
-    create_exclusively(new).close()
     try:
+        new.touch()
         yield new
         os.replace(new, path)
     except BaseException:
         new.unlink(missing_ok=True)
         raise
-
-
-def create_exclusively(path: Path) -> FileIO:
-    """Creates a file and opens it for writing. Raises FileExistsError if the path exists, even as a broken link."""
-    return FileIO(str(path), "xb")  # with O_EXCL, a link is not followed
 
 
 def write_all(file: FileIO, content: bytes) -> None:
@@ -89,14 +82,11 @@ def lock_folder(path: Path, what: str, create: bool = True) -> Iterator[None]:
       InUseError: the folder is in use.
       ConfigurationError: the folder cannot be written or locked.
     """
-    flags = os.O_NOFOLLOW | (os.O_RDWR | os.O_CREAT if create else os.O_RDONLY)
     with contextlib.ExitStack() as stack:
         with explained(path, what):
             if create:
                 path.mkdir(parents=True, exist_ok=True)
-                tempfile.TemporaryFile(dir=path).close()
-            file = FileIO(str(path / "lock"), "rb", opener=lambda name, _: os.open(name, flags, 0o666))
-            stack.enter_context(file)
+            file = stack.enter_context(FileIO(str(path / "lock"), "ab" if create else "rb"))
             lock(file, f"{what} must be used by one run at a time, got {path}, which is in use by another process or "
                  "by this one: wait until that run has ended, or choose another folder")  # fmt: skip
         yield

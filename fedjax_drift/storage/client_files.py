@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from fedjax_drift import checks, tree
-from fedjax_drift.disk import create_exclusively, lock, replace_file, write_all
+from fedjax_drift.disk import lock, replace_file, write_all
 from fedjax_drift.errors import DamagedError, OtherRunError
 from fedjax_drift.storage.identity import differences, few
 
@@ -116,10 +116,8 @@ class ClientFiles:
         """Writes the index of round t with the slots, int32 [N], as ``index.new``."""
         content = json.dumps(header | {"round": t}).encode() + b"\n" + slots.astype("<i4").tobytes()
         new = self.path / NEW_INDEX
-        new.unlink(missing_ok=True)  # a killed process may have left it; the folder is locked, so nobody writes it
         try:
-            with create_exclusively(new) as file:
-                write_all(file, content + _crc32(content))
+            new.write_bytes(content + _crc32(content))
         except OSError:
             new.unlink(missing_ok=True)
             raise

@@ -8,6 +8,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -63,26 +64,17 @@ def saving(
       InUseError: a folder is in use.
       ConfigurationError: a folder cannot be written, or has checkpoints of later rounds.
     """
+    savers = []
     with contextlib.ExitStack() as stack:
-        runs = zip(each, specs, states, strict=True)
-        yield [stack.enter_context(_saving_one(one, spec, state, hold, back)) for one, spec, state in runs]
-
-
-@contextlib.contextmanager
-def _saving_one(
-    checkpoints: Checkpoints, spec: Specification, state: ServerState, hold: Hold, back: bool
-) -> Iterator[Saver]:
-    check_mesh(spec)
-    with contextlib.ExitStack() as stack:
-        first_does(spec.mesh, lambda: stack.enter_context(checkpoints.locked(create=True)))
-        history, damaged, later = _history(checkpoints, spec, state, back)
-        first_does(spec.mesh, lambda: _clear(checkpoints, damaged, later))
-        saver = Saver(checkpoints, spec, state, history, hold)
-        saver.save_start(state)
-        try:
-            yield saver
-        finally:
-            saver.settle()
+        for checkpoints, spec, state in zip(each, specs, states, strict=True):
+            check_mesh(spec)
+            first_does(spec.mesh, partial(stack.enter_context, checkpoints.locked(create=True)))
+            history, damaged, later = _history(checkpoints, spec, state, back)
+            first_does(spec.mesh, partial(_clear, checkpoints, damaged, later))
+            savers.append(Saver(checkpoints, spec, state, history, hold))
+            stack.callback(savers[-1].settle)
+            savers[-1].save_start(state)
+        yield savers
 
 
 def _history(
