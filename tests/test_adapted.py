@@ -294,7 +294,7 @@ def test_the_command_line_trains_adapters(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigurationError, match="must have the parameters with which the run in"):
         fd.load_run(output)
     init.unlink()
-    with pytest.raises(FileNotFoundError, match=r"\(--init\), which does not exist"):
+    with pytest.raises(FileNotFoundError, match="base.npz"):
         fd.load_run(output)
 
 
