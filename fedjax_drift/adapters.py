@@ -102,9 +102,7 @@ def linen_fields(
         "init": init,
         "apply": method("__call__"),
         "train_apply": masks.like(type(module).__call__, train_apply) if training and kept is None else None,
-        "features": method("features"),
-        "head": method("head"),
-        "extractor": method("extractor"),
+        **{name: method(name) for name in ("features", "head", "extractor")},
         "cosine": bool(getattr(module, "cosine", False)),
         "vocabulary": min(tables, default=None),
         "output_axes": axes.of_layers(layers, variables["params"]),
@@ -235,9 +233,7 @@ def nnx_fields(
         "init": init,
         "apply": method("__call__"),
         "train_apply": masks.like(type(example).__call__, train_apply) if streams and kept is None else None,
-        "features": method("features"),
-        "head": method("head"),
-        "extractor": method("extractor"),
+        **{name: method(name) for name in ("features", "head", "extractor")},
         "output_axes": axes.of_layers(parts, split(example)[1]),
     }
     tables = [part.num_embeddings for part in parts.values() if isinstance(part, nnx.Embed)]

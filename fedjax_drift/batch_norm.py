@@ -130,11 +130,6 @@ def linen_call(
     mask: jax.Array | None = None,
 ) -> Any:
     """``module.apply`` with these options. mask: the examples of the batch, if BatchNorm is in training mode."""
-    with nullcontext() if kept is None else _linen_layers(kept, mask):
-        return module.apply(variables, x, method=method, **options)
-
-
-def _linen_layers(kept: str, mask: jax.Array | None) -> Any:
     from flax import linen
 
     def call(next_call: Any, args: Any, kwargs: Any, context: Any) -> Any:
@@ -148,7 +143,8 @@ def _linen_layers(kept: str, mask: jax.Array | None) -> Any:
             kwargs = kwargs | {"mask": rows(mask, x, kwargs.get("mask"))}
         return next_call(*args, **kwargs)
 
-    return linen.intercept_methods(call)
+    with nullcontext() if kept is None else linen.intercept_methods(call):
+        return module.apply(variables, x, method=method, **options)
 
 
 # --- flax.nnx ---------------------------------------------------------------------------------------------------------

@@ -88,8 +88,8 @@ def target(name: str, value: Any, metric: str) -> float:
     name of the metric ends in "accuracy"."""
     result = number(name, value, "a finite number", math.isfinite, computed=False)
     if metric.endswith("accuracy") and not 0 <= result <= 1:
-        fix = f": pass {result / 100:g} for {result:g} %" if 1 < result <= 100 else ""
-        raise ConfigurationError(f"{name} must be an accuracy in 0..1, got {result:g}{fix}")
+        fix = f"pass {result / 100:g} for {result:g} %" if 1 < result <= 100 else ""
+        refuse(f"{name} must be an accuracy in 0..1", f"{result:g}", fix)
     return result
 
 
@@ -166,9 +166,8 @@ def choice(name: str, value: Any, allowed: Iterable[str]) -> str:
     """Returns the value. Raises ValueError unless it is one of ``allowed``, and suggests the most similar one."""
     allowed = list(allowed)
     if not isinstance(value, str) or value not in allowed:
-        raise ConfigurationError(
-            f"{name} must be one of {listed(map(repr, allowed))}, got {shown(value)}{nearest(value, allowed)}"
-        )
+        fix = nearest(value, allowed).removeprefix(": ")
+        refuse(f"{name} must be one of {listed(map(repr, allowed))}", shown(value), fix)
     return str(value)
 
 
@@ -268,14 +267,12 @@ def path(name: str, value: Any, fix: str = "") -> Path:
     """
     is_text = isinstance(value, str | os.PathLike) and isinstance(written := os.fspath(value), str)
     if not is_text or not written or "\0" in written:
-        raise ConfigurationError(
-            f"{name} must be a path, got {shown(value)}: {fix or 'pass a string or a pathlib.Path'}"
-        )
+        refuse(f"{name} must be a path", shown(value), fix or "pass a string or a pathlib.Path")
     if address := SCHEME.search(written):
         where = "leave out file://" if address[1] == "file" else (
             f"mount the {address[1]} storage as a folder and pass this folder, or use a local folder and copy its files"
         )  # fmt: skip
-        raise ConfigurationError(f"{name} must be a path of the local file system, got {shown(value)}: {where}")
+        refuse(f"{name} must be a path of the local file system", shown(value), where)
     return Path(os.path.expanduser(written))
 
 
@@ -292,7 +289,7 @@ def shape(name: str, value: Any, length: int | None = None) -> tuple[int, ...]:
     has_length = isinstance(value, tuple | list) and length in (None, len(value))
     if not has_length or not all(isinstance(n, Integral) and not isinstance(n, bool) and int(n) >= 1 for n in value):
         example = (28, 28, 1) if length is None else (32,) * length
-        raise ConfigurationError(f"{name} must be a tuple of integers >= 1 such as {example}, got {shown(value)}")
+        refuse(f"{name} must be a tuple of integers >= 1 such as {example}", shown(value))
     return tuple(map(int, value))
 
 
@@ -302,42 +299,33 @@ def array(name: str, value: Any) -> np.ndarray:
     Raises ValueError unless the value is a numeric array with at least one axis, or can be converted to one.
     """
     if np.ma.is_masked(value):
-        raise ConfigurationError(
-            f"{name} must be an array without masked values, got a masked array: fill or remove the masked values"
-        )
+        refuse(f"{name} must be an array without masked values", "a masked array", "fill or remove the masked values")
     try:
         result = value if isinstance(value, np.ndarray) else exact_array(value)
     except Exception as error:  # the conversion of a foreign object may raise anything
-        raise ConfigurationError(
-            f"{name} must be an array, or lists that all have the same length, got {shown(value)} ({first_line(error)})"
-        ) from error
+        got = f"{shown(value)} ({first_line(error)})"
+        refuse(f"{name} must be an array, or lists that all have the same length", got, cause=error)
     if result.dtype.kind in "OSU" and result.ndim and not result.size:
         result = result.astype(np.float64)  # an empty array has no text and no objects
-    if (
-        result.ndim < 1
-        or (result.dtype.kind not in "biuf" or result.dtype.itemsize > 8)
-        and result.dtype.name != "bfloat16"
-    ):
-        raise ConfigurationError(
-            f"{name} must be a numeric array with at least one axis, got {result.dtype}{list(result.shape)}: encode "
-            "text as integers, and stack examples of the same shape"
-        )
+    is_numeric = result.dtype.kind in "biuf" and result.dtype.itemsize <= 8 or result.dtype.name == "bfloat16"
+    if result.ndim < 1 or not is_numeric:
+        fix = "encode text as integers, and stack examples of the same shape"
+        refuse(f"{name} must be a numeric array with at least one axis", f"{result.dtype}{list(result.shape)}", fix)
     return result if result.dtype.isnative else result.astype(result.dtype.newbyteorder("="))
 
 
 def ids(name: str, values: Any, rows: int) -> np.ndarray:
     """Returns ids [rows], one per example. Raises ValueError unless they are all integers or all strings."""
-    allowed = f"{rows} integers or strings, one per example"
+    what = f"{name} must be {rows} integers or strings, one per example"
     try:
         result = np.asarray(values)
     except Exception as error:  # ragged lists, or a foreign object
-        raise ConfigurationError(f"{name} must be {allowed}, got {shown(values)} ({first_line(error)})") from error
+        refuse(what, f"{shown(values)} ({first_line(error)})", cause=error)
     if result.shape != (rows,) or result.dtype.kind not in "iuUS":
-        raise ConfigurationError(f"{name} must be {allowed}, got {result.dtype}{list(result.shape)}")
+        refuse(what, f"{result.dtype}{list(result.shape)}")
     if result.dtype.kind in "US" and (others := [value for value in values if not isinstance(value, str | bytes)]):
-        raise ConfigurationError(
-            f"{name} must be all integers or all strings, got both, such as {shown(others[0])}: convert them with str"
-        )
+        got = f"both, such as {shown(others[0])}"
+        refuse(f"{name} must be all integers or all strings", got, "convert them with str")
     return result
 
 
@@ -395,7 +383,7 @@ def exact_array(values: Any) -> np.ndarray:
     if array.dtype == np.float64 and array.size and np.abs(array).max() >= 2.0**63:
         largest = max(np.asarray(values, object).flat, key=abs)
         if isinstance(largest, int):
-            raise ConfigurationError(f"integers must be smaller than 2**63, got {largest}: number ids from 0")
+            refuse("integers must be smaller than 2**63", largest, "number ids from 0")
     return array
 
 

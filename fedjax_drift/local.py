@@ -130,11 +130,6 @@ class LocalTraining:
 
         return ascent._replace(init=init)
 
-    @property
-    def has_memory(self) -> bool:
-        """Whether a step depends on earlier steps, because of momentum or an optimizer."""
-        return self.optimizer is not None or checks.used(self.momentum)
-
     def rate(self, t: jax.Array) -> jax.Array:
         """Returns eta_t, a scalar. It stays above 0 even if it would underflow, because SCAFFOLD divides by it."""
         lr = self.lr(t) if callable(self.lr) else self.lr

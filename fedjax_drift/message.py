@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import tree
 from fedjax_drift.tree import PyTree
 
 
@@ -78,9 +77,13 @@ def summed(message: PyTree) -> PyTree:
 
 
 def is_like(params: PyTree) -> Callable[[PyTree], bool]:
-    """A function of a part of a message that says whether it stands for arrays shaped like ``params``."""
-    is_like_params = tree.like(params)
-    return lambda part: is_like_params(filled(decoded(part)))
+    """A function of a part of a message that says whether it stands for arrays with the structure of ``params``."""
+
+    def shapes(tree: PyTree) -> tuple[Any, list[Any]]:
+        return jax.tree.structure(tree), [*map(jnp.shape, jax.tree.leaves(tree))]
+
+    expected = shapes(params)
+    return lambda part: shapes(filled(decoded(part))) == expected
 
 
 def coded_bits(message: PyTree) -> jax.Array:

@@ -203,12 +203,7 @@ class Model(NamedTuple):
     @classmethod
     @recorded
     def from_nnx(
-        cls,
-        module: Any,
-        input_shape: Shape | None = None,
-        *,
-        statistics: Kept | None = None,
-        **options: Any,
+        cls, module: Any, input_shape: Shape | None = None, *, statistics: Kept | None = None, **options: Any
     ) -> Model:
         """Creates a model from a ``flax.nnx`` module, or from a function ``nnx.Rngs -> module``.
 

@@ -21,12 +21,12 @@ form.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import inspect
 import math
+import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from numbers import Real
@@ -92,20 +92,16 @@ def recorded(
                 f"{factory.__name__} must return an fd.Algorithm, or an fd.participation.Participation, got "
                 f"{checks.shown(made)}"
             )
-        arguments = {name: _as_float(value) if name in declared.numbers else value for name, value in given.items()}
+        arguments = dict(given)
+        for name in declared.numbers:
+            number = given[name] if isinstance(given[name], jax.core.Tracer) else checks.one_in(given[name])
+            if isinstance(number, Real) and not isinstance(number, bool):
+                arguments[name] = float(number)
         return made._replace(recipe=Recipe(make, declared.signature, arguments, made))
 
     make.declared = declared  # type: ignore[attr-defined]
     make.__signature__ = declared.signature  # type: ignore[attr-defined]  # of a factory passed without parentheses
     return make
-
-
-def _as_float(value: Any) -> Any:
-    """A real number as a Python float, and anything else as it is."""
-    if type(value) is float or isinstance(value, jax.core.Tracer | bool):
-        return value
-    scalar = checks.one_in(value)
-    return float(scalar) if isinstance(scalar, Real) else value
 
 
 # --- frozen parameters ------------------------------------------------------------------------------------------------
@@ -310,25 +306,11 @@ def _compared(value: Any) -> Any:
     if isinstance(value, np.ndarray) and value.nbytes <= LARGE and value.dtype != object:
         return (value.dtype.str, value.shape, hashlib.sha256(np.ascontiguousarray(value).data).digest())
     if inspect.isfunction(value) and str(value.__module__).partition(".")[0] == "optax":
-        return (value.__code__, _compared(value.__defaults__), _compared(_captured(value)))
-    return (type(value), value) if _comparable(value) else _Same(value)
-
-
-def _captured(function: Any) -> dict[str, Any]:
-    """The values that a function captures, by name. A name without a value yet is left out."""
-    captured = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):
-            captured[name] = cell.cell_contents
-    return captured
-
-
-def _comparable(value: Any) -> bool:
-    """Whether the object's type defines ``==`` and the object can be hashed."""
-    if isinstance(value, jax.Array) or type(value).__eq__ is object.__eq__:
-        return False
+        captured = [_compared(cell.cell_contents) for cell in value.__closure__ or () if cell != types.CellType()]
+        return (value.__code__, _compared(value.__defaults__), *captured)
     try:
         hash(value)
     except TypeError:
-        return False
-    return True
+        return _Same(value)
+    has_equality = not isinstance(value, jax.Array) and type(value).__eq__ is not object.__eq__
+    return (type(value), value) if has_equality else _Same(value)

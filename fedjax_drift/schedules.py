@@ -65,12 +65,11 @@ def made(declared: spec.Declared, given: dict[str, Any], of_a_round: Sequence[st
 
         return call
 
-    first = declared.call(given | {name: _first(schedule) for name, schedule in schedules.items()})
+    def before(schedule: Callable[[jax.Array], Any]) -> Any:
+        value = jnp.asarray(schedule(jnp.zeros((), jnp.int32)))
+        # a warm-up may begin at 0, which many numbers must not be
+        return value if isinstance(value, jax.core.Tracer) else float(value) or float(jnp.finfo(value.dtype).tiny)
+
+    first = declared.call(given | {name: before(schedule) for name, schedule in schedules.items()})
     present = [name for name in of_a_round if getattr(first, name) is not None]
     return first._replace(**{name: at_round(name) for name in present})
-
-
-def _first(schedule: Callable[[jax.Array], Any]) -> Any:
-    """The value of round 0. A warm-up may begin at 0, which many numbers must not be."""
-    value = jnp.asarray(schedule(jnp.zeros((), jnp.int32)))
-    return value if isinstance(value, jax.core.Tracer) else float(value) or float(jnp.finfo(value.dtype).tiny)

@@ -159,11 +159,7 @@ def check_hyper_parameters(simulation: Simulation) -> None:
     _require(not _equal(*params), "other hyper-parameters must change the result")
 
 
-CHECKS: tuple[Callable[[Simulation], None], ...] = (
-    check_rounds,
-    check_zero_gradient,
-    check_hyper_parameters,
-)
+CHECKS: tuple[Callable[[Simulation], None], ...] = (check_rounds, check_zero_gradient, check_hyper_parameters)
 
 
 def _require(condition: bool, message: str) -> None:

@@ -7,7 +7,7 @@ elementwise equations with ``jax.tree.map``.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -95,18 +95,6 @@ def select(condition: jax.Array, new: PyTree, old: PyTree) -> PyTree:
     return jax.tree.map(lambda new, old: jnp.where(condition, new, old), new, old)
 
 
-def like(params: PyTree) -> Callable[[PyTree], bool]:
-    """A function of a tree that says whether the tree has the structure and the shapes of ``params``."""
-    structure: Any = jax.tree.structure(params)
-    shapes = jax.tree.map(jnp.shape, params)
-
-    def is_like(tree: PyTree) -> bool:
-        same: Any = jax.tree.structure(tree)
-        return same == structure and jax.tree.map(jnp.shape, tree) == shapes
-
-    return is_like
-
-
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
 
@@ -153,7 +141,7 @@ def check_layout(tree: Any, expected: Any, what: str, dtypes: bool = True) -> No
         return f"a {shape.__name__}" if dtype is None else f"{dtype}{list(shape)}"
 
     actual, wanted = (
-        {jax.tree_util.keystr(path): described_leaf(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(each)}
+        {jax.tree_util.keystr(p) or "the value": described_leaf(leaf) for p, leaf in jax.tree.leaves_with_path(each)}
         for each in (tree, expected)
     )
     missing = dict.fromkeys(wanted, "missing")

@@ -59,6 +59,12 @@ def rounds(sim: fd.Simulation, number: int, seed: int = 0) -> tuple[ServerState,
     return state, infos
 
 
+def random_clients(sizes: Sequence[int], features: int, classes: int, seed: int = 0) -> list[tuple]:
+    """Random inputs, float32 [n, features], and labels for clients of these sizes."""
+    rng = np.random.default_rng(seed)
+    return [(rng.normal(size=(n, features)).astype(np.float32), rng.integers(0, classes, n)) for n in sizes]
+
+
 def assert_close(got: Any, want: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol), got, want)
 
@@ -96,7 +102,11 @@ def states_after(sim: fd.Simulation, rounds: int, start: float = 0.0) -> list[Se
 
 def models_after(algorithm, rounds=2, data_model=None, start=0.0, **local) -> list[float]:
     """The global models after the first rounds, from ``start``."""
-    return [float(state.params) for state in states_after(federate(algorithm, data_model, **local), rounds, start)[1:]]
+    return models_of(federate(algorithm, data_model, **local), rounds, start)
+
+
+def models_of(sim: fd.Simulation, rounds: int, start: float = 0.0) -> list[float]:
+    return [float(state.params) for state in states_after(sim, rounds, start)[1:]]
 
 
 # --- a small network, and clients of different sizes -----------------------------------------------------
@@ -121,9 +131,5 @@ def mlp() -> fd.Model:
 
 def of_sizes(sizes: Sequence[int], test: int) -> fd.FederatedData:
     """Clients with random examples, and this number of test examples."""
-    rng = np.random.default_rng(0)
-
-    def rows(n: int) -> tuple[np.ndarray, np.ndarray]:
-        return rng.normal(size=(n, FEATURES)).astype(np.float32), rng.integers(0, CLASSES, n)
-
-    return fd.FederatedData.from_clients([rows(n) for n in sizes], test=rows(test))
+    *clients, tests = random_clients([*sizes, test], FEATURES, CLASSES)
+    return fd.FederatedData.from_clients(clients, test=tests)

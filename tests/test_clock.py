@@ -30,12 +30,10 @@ ASYNCHRONOUS = fd.clock.asynchronous(6, "polynomial", max_staleness=4)
 FEDBUFF = ASYNCHRONOUS.recipe.again(ASYNCHRONOUS.recipe.arguments | {"starts": "report"})
 
 
-def simulate(data, rule=None, algorithm=None, accelerators: int = 1, **options) -> fd.Simulation:
-    mesh = fd.clients_mesh(jax.devices()[:accelerators])
+def simulate(data, rule=None, algorithm=None, **options) -> fd.Simulation:
+    mesh = fd.clients_mesh(jax.devices()[:1])
     algorithm = fd.algorithms.scaffold() if algorithm is None else algorithm
     options = {"local": ONE_EPOCH, "cohort_size": K, "mesh": mesh, "participation": rule} | options
-    if "sampling" in options:
-        del options["participation"]
     return fd.Simulation(MODEL, data, algorithm, **options)
 
 

@@ -14,10 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy.linalg import hadamard
-from small import thorough
+from small import random_clients, rounds, thorough
 
 import fedjax_drift as fd
-from fedjax_drift.compression.compressed import Client
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.message import summed
 from fedjax_drift.round.traffic import exchanged
@@ -174,8 +173,7 @@ def test_the_mean_of_drive_is_near_its_argument() -> None:
 
 @pytest.fixture(scope="module")
 def data() -> fd.FederatedData:
-    rng = np.random.default_rng(1)
-    rows = [(rng.normal(size=(n, 6)).astype("f4"), rng.integers(0, 3, n)) for n in (3, 10, 7, 5, 1, 6)]
+    rows = random_clients([3, 10, 7, 5, 1, 6], 6, 3, seed=1)
     return fd.FederatedData.from_clients(rows, test=rows[1])
 
 
@@ -187,18 +185,6 @@ def simulate(data, algorithm, **options) -> fd.Simulation:
     return fd.Simulation(LINEAR, data, algorithm, **{"local": local, "cohort_size": 3, "mesh": one_device} | options)
 
 
-def after(sim: fd.Simulation, n: int = 3) -> tuple[fd.ServerState, list[dict]]:
-    state, infos = sim.init(jax.random.key(0)), []
-    for _ in range(n):
-        state, info = sim.round_fn(state)
-        infos.append(jax.device_get(info))
-    return state, infos
-
-
-def same(one, other) -> None:
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(one), jax.device_get(other))
-
-
 @pytest.mark.parametrize("make", [a.fedavg, *map(thorough, (a.scaffold, a.fednova, a.fedeve, a.vrl_sgd))])
 def test_whole_messages_give_the_same_bits(make, data) -> None:
     """In SCAFFOLD, XLA fuses other operations, so the last bit may differ."""
@@ -207,9 +193,9 @@ def test_whole_messages_give_the_same_bits(make, data) -> None:
         if make is a.scaffold
         else np.testing.assert_array_equal
     )
-    base, _ = after(simulate(data, make()))
+    base, _ = rounds(simulate(data, make()), 3)
     for codec, feedback in ((c.none(), True), (c.top_k(1.0), True), (c.random_k(1.0, scale=True), False)):
-        state, infos = after(simulate(data, c.compressed(make(), codec, error_feedback=feedback)))
+        state, infos = rounds(simulate(data, c.compressed(make(), codec, error_feedback=feedback)), 3)
         jax.tree.map(equal, state.server, base.server)
         jax.tree.map(equal, state.clients.base if feedback else state.clients, base.clients)
         assert not any(info["compression_error"].any() for info in infos)
@@ -261,7 +247,7 @@ def test_error_feedback_converges_on_quadratics_and_without_it_does_not() -> Non
 @pytest.mark.thorough
 def test_parts_of_a_message_that_are_not_parameters_are_sent_as_they_are(data) -> None:
     for parts in ("all", "params"):
-        _, (info,) = after(simulate(data, c.compressed(a.fednova(), c.sign(), parts=parts)), 1)
+        _, (info,) = rounds(simulate(data, c.compressed(a.fednova(), c.sign(), parts=parts)), 1)
         message = 32 + 18 + 32 + 3  # the kernel and the bias, each with a scale
         rest = 32 + 1 if parts == "all" else 32  # the number of steps
         assert (info["uplink_bytes"] == (message + rest) / 8).all()
@@ -282,34 +268,13 @@ def test_a_compressed_algorithm_keeps_the_contract() -> None:
     ids=lambda algorithm: algorithm.name,
 )
 def test_compression_with_every_placement(algorithm, data, tmp_path) -> None:
-    expected, _ = after(simulate(data, algorithm))
+    expected, _ = rounds(simulate(data, algorithm), 3)
     for i, options in enumerate((
         {"bank": "host"}, {"bank": tmp_path / "folder"}, {"bank": "sharded"}, {"stream": True, "lanes": 2},
     )):  # fmt: skip
-        state, _ = after(simulate(data, algorithm, mesh=fd.clients_mesh(), **options))
+        state, _ = rounds(simulate(data, algorithm, mesh=fd.clients_mesh(), **options), 3)
         for one, other in zip(*map(jax.tree.leaves, (state.server, expected.server)), strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6, err_msg=str(i))
-
-
-@pytest.mark.thorough
-def test_another_fraction_compiles_nothing_and_a_run_resumes_bitwise(data, tmp_path) -> None:
-    def build(fraction: float) -> fd.Simulation:
-        return simulate(data, c.compressed(a.scaffold(), c.top_k(fraction)))
-
-    runs = fd.sweep(build, 3, [0], fd.grid(fraction=[0.2, 0.6]), progress=False)
-    for run in runs:
-        _, history = build(run.setting["fraction"]).run(build(0.2).init(jax.random.key(0)), 3, progress=False)
-        assert [r["uplink_bytes"] for r in run.history] == [r["uplink_bytes"] for r in history]
-    one, other = build(0.2), build(0.6)
-    assert one.executor.programs.compiled is other.executor.programs.compiled
-    whole, _ = one.run(one.init(jax.random.key(0)), 4, progress=False)
-    checkpoints = fd.Checkpoints(tmp_path, every=2)
-    one.run(one.init(jax.random.key(0)), 2, checkpoints=checkpoints, progress=False)
-    restored, _ = checkpoints.restore(one)
-    end, _ = one.run(restored, 2, progress=False)
-    same(end.server, whole.server)
-    same(end.clients, whole.clients)
-    assert isinstance(end.clients, Client) and jax.tree.leaves(end.clients.residual)[0].any()
 
 
 def test_an_algorithm_is_compressed_before_jax_has_started() -> None:

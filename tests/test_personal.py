@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import linen as nn
+from small import random_clients
 
 import fedjax_drift as fd
 from fedjax_drift.measures import personal
@@ -22,12 +23,8 @@ CLASSES = 4
 
 @pytest.fixture(scope="module")
 def data() -> fd.FederatedData:
-    rng = np.random.default_rng(0)
-
-    def rows(n: int) -> tuple[np.ndarray, np.ndarray]:
-        return rng.normal(size=(n, 6)).astype(np.float32), rng.integers(0, CLASSES, n)
-
-    return fd.FederatedData.from_clients([rows(n) for n in SIZES], test_clients=[rows(n) for n in TESTS])
+    clients = random_clients([*SIZES, *TESTS], 6, CLASSES)
+    return fd.FederatedData.from_clients(clients[: len(SIZES)], test_clients=clients[len(SIZES) :])
 
 
 class Normed(nn.Module):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from small import random_clients
 
 import fedjax_drift as fd
 from fedjax_drift.recipes import join, split
@@ -101,8 +102,7 @@ def test_a_factory_that_returns_no_algorithm_is_refused() -> None:
 
 @pytest.fixture(scope="module")
 def data() -> fd.FederatedData:
-    rng = np.random.default_rng(0)
-    rows = [(rng.normal(size=(n, 6)).astype(np.float32), rng.integers(0, 4, n)) for n in (3, 10, 7, 25)]
+    rows = random_clients([3, 10, 7, 25], 6, 4)
     return fd.FederatedData.from_clients(rows, test=rows[3])
 
 

@@ -185,10 +185,7 @@ def test_fedavg_matches_the_slow_loop(kind, kept, lanes) -> None:
 def test_frozen_statistics_act_as_constants() -> None:
     start = initial(np.float32)
     constants = start["batch_stats"]
-    plain = fd.Model(
-        init=lambda key: start["params"],
-        apply=lambda P, x: output(P, x, constants)[0],
-    )
+    plain = fd.Model(init=lambda key: start["params"], apply=lambda P, x: output(P, x, constants)[0])
     expected = simulate(plain)
     a = expected.init(jax.random.key(0), start["params"])
     for _ in range(2):
@@ -356,8 +353,7 @@ OVER_DEVICES = module(
     "OverDevices", lambda self, x, train: nn.BatchNorm(use_running_average=not train, axis_name="batch")(x)
 )
 RESHAPED = module(
-    "Reshaped",
-    lambda self, x, train: nn.BatchNorm(use_running_average=not train)(x.reshape(-1, 1)).reshape(x.shape),
+    "Reshaped", lambda self, x, train: nn.BatchNorm(use_running_average=not train)(x.reshape(-1, 1)).reshape(x.shape)
 )
 
 

@@ -385,7 +385,7 @@ BAD = [
     (lambda: fd.shift.domains(SWAP, of=[0, 1]), r"of must be int \[N\] in 0..0"),
     (lambda: simulate(DATA.shifted(fd.shift.rotate(9, by=[1.0]))), "by must have a strength for each"),
     (lambda: simulate(DATA.shifted(fd.shift.domains(SWAP, of=[0]))), "of must have a domain for each of the 4 clients"),
-    (lambda: simulate(DATA.shifted(lambda key, t, client, x, y: x)), r"<lambda> must keep the .* int32\[\], got"),
+    (lambda: simulate(DATA.shifted(lambda key, t, client, x, y: x)), r"<lambda> must keep the .* int32\[\]; the value"),
     (lambda: simulate(DATA.shifted(lambda key, t, client, x, y: (x[0], y))), "must keep the shapes"),
 ]  # fmt: skip
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import slow
-from small import quadratics, thorough
+from small import models_of, quadratics, thorough
 from test_algorithms import ALGORITHMS, small
 from test_trajectories import CLASSES, FEATURES, LOCAL, SIZES, label_skewed_clients, library_order
 
@@ -151,11 +151,7 @@ def models_after(topology: T.Topology | None, algorithm: fd.Algorithm, rounds: i
     data, quadratic = quadratics([2.0, 8.0, -4.0, 6.0], [1, 3, 2, 2], [1.0, 0.5, 2.0, 1.0])
     local = fd.LocalTraining(epochs=2, batch_size=10, lr=0.2)
     sim = fd.Simulation(quadratic, data, algorithm, local=local, cohort_size=4, topology=topology)
-    state, models = sim.init(jax.random.key(0)), []
-    for _ in range(rounds):
-        state, _ = sim.round_fn(state)
-        models.append(float(state.params))
-    return models
+    return models_of(sim, rounds)
 
 
 @pytest.mark.parametrize("name", ["scaffold", *(thorough(name) for name in ("fedavg", "feddyn", "fedavgm", "mime"))])

@@ -110,11 +110,7 @@ def test_bad_input(sim) -> None:
         (fd.until.reaches, {}, r"until must be a rule, got fd.until.reaches without its arguments"),
         (lambda history: "no", {}, r"until must return True or False, got 'no'"),
         (fd.until.stalls(), {"eval_every": 0}, r"until needs evaluations, got eval_every=0: pass eval_every=10"),
-        (
-            fd.until.reaches(acuracy=1),
-            {},
-            r"until must use a metric of the evaluated records, got 'acuracy': ",
-        ),
+        (fd.until.reaches(acuracy=1), {}, r"until must use a metric of the evaluated records, got 'acuracy': "),
     ):
         with pytest.raises(ValueError, match=message):
             sim.run(state, 3, until=until, **{"eval_every": 1} | options)

@@ -58,8 +58,7 @@ def apfl(
       alpha_decay: >= 0, alpha_decay * alpha_i is added to the derivative in (4).
       weighting: the weight of a client in the mean: "uniform" (1, default) or "examples" (n_i).
 
-    Raises:
-      ValueError: local training uses momentum or another optimizer.
+    Local training must be plain SGD, without momentum.
     """
 
     def init_client(params: Params) -> Client:

@@ -66,8 +66,7 @@ def fedadamw(
       blocks: a block is a leaf of the parameters ("leaf", default) or a single parameter ("none", which doubles the
         upload).
 
-    Raises:
-      ValueError: local training uses momentum or another optimizer.
+    Local training must be plain SGD, without momentum.
     """
 
     def block_means(v: Params) -> Params:

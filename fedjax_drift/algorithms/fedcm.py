@@ -43,8 +43,7 @@ def fedcm(alpha: Share = 0.1, server_lr: Positive = 1.0, steps: Literal["cohort"
       steps: the number of steps by which the momentum is divided: "cohort" (mean of K_i, default) or "own" (K_i of each
         client, which doubles the upload).
 
-    Raises:
-      ValueError: local training uses momentum or another optimizer.
+    Local training must be plain SGD, without momentum.
     """
     return with_client_momentum(alpha, server_lr, steps, lambda work: work.loss)._replace(name="fedcm")
 

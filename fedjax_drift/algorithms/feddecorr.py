@@ -41,8 +41,7 @@ def feddecorr(
         beta must be about 60 times as large for batches of 64 examples.
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
-    Raises:
-      ValueError: the model has no features.
+    The model must have features.
     """
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

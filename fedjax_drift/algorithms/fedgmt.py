@@ -58,8 +58,7 @@ def fedgmt(
       aggregation: "all" (default) uses the h_i of all clients, "cohort" those of the cohort.
       weighting: the weight of theta_i in (3): "uniform" (1, default) or "examples" (n_i). Every h_i counts the same.
 
-    Raises:
-      ValueError: the model does not use the default loss.
+    The model must have the default loss.
     """
     of_all, once = aggregation == "all", weighting == "uniform"
 

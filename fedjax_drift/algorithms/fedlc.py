@@ -45,8 +45,7 @@ def fedlc(
         1e-8, so a margin of 100 tau). With "mask", a client with one class does not move the model.
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
-    Raises:
-      ValueError: the model does not use the default loss.
+    The model must have the default loss.
     """
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

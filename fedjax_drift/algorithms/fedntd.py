@@ -36,8 +36,7 @@ def fedntd(beta: NonNegative = 1.0, temperature: Positive = 1.0, weighting: Weig
       temperature: T > 0.
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
-    Raises:
-      ValueError: the model does not use the default loss.
+    The model must have the default loss.
     """
 
     def client_update(server: Any, client: PyTree, work: Work) -> ClientResult:

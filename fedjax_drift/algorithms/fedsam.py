@@ -56,8 +56,7 @@ def mofedsam(
       rho: as in `fedsam`. 0 gives FedCM.
       alpha, server_lr, steps: as in `fedcm`. alpha = 1 gives FedSAM.
 
-    Raises:
-      ValueError: local training uses momentum or another optimizer.
+    Local training must be plain SGD, without momentum.
     """
     return with_client_momentum(alpha, server_lr, steps, lambda work: perturbed(work, rho))._replace(name="mofedsam")
 

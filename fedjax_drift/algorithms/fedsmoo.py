@@ -59,8 +59,7 @@ def fedsmoo(
       alpha: strength of the regularisation, > 0.
       upload: the quantity in (6): "mu_minus_s" (default) or "mu".
 
-    Raises:
-      ValueError: local training uses momentum or another optimizer.
+    Local training must be plain SGD, without momentum.
     """
 
     def init_server(params: Params) -> Server:

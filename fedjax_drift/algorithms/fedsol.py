@@ -48,8 +48,7 @@ def fedsol(
       adaptive: whether (3) scales the perturbation with the local change of each parameter.
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
-    Raises:
-      ValueError: the model does not use the default loss.
+    The model must have the default loss.
     """
     base = fedavg(weighting=weighting)
 

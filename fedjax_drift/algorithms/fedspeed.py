@@ -56,8 +56,7 @@ def fedspeed(
       normalise: whether the first gradient is divided by its norm.
       aggregation: "all" (default) uses the h_i of all clients, "cohort" those of the cohort.
 
-    Raises:
-      ValueError: local training uses momentum or another optimizer.
+    Local training must be plain SGD, without momentum.
     """
 
     def init_server(params: Params) -> Server:

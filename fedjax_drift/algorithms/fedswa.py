@@ -52,8 +52,7 @@ def fedswa(rho: Mix = 0.1, alpha: Positive = 1.5) -> Algorithm:
       rho: the learning rate decreases from eta_t towards rho eta_t in a round, in [0, 1]. 1 keeps it constant.
       alpha: factor of the mean update, > 0. With rho = 1 as well, 1 gives FedAvg with uniform weights.
 
-    Raises:
-      ValueError: local training uses momentum or another optimizer.
+    Local training must be plain SGD, without momentum.
     """
     base = fedavg(alpha, "uniform")  # (5)
 

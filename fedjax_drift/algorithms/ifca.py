@@ -52,9 +52,7 @@ def _models(name: str, value: Any, fix: str) -> Any:
 
 
 Models = Annotated[
-    int | Sequence[Params],
-    spec.Spec(_models, "models", (1,), (0,)),
-    Fix("pass their number, or a list of parameters"),
+    int | Sequence[Params], spec.Spec(_models, "models", (1,), (0,)), Fix("pass their number, or a list of parameters")
 ]
 
 

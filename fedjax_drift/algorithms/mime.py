@@ -88,8 +88,7 @@ def mimelite(
       beta: momentum, in [0, 1). 0 gives FedAvg.
       server_lr, damped, weighting: as in `mime`.
 
-    Raises:
-      ValueError: local training uses momentum or another optimizer.
+    Local training must be plain SGD, without momentum.
     """
 
     def init_server(params: Params) -> Server:

@@ -57,8 +57,7 @@ def moon(
         on, "initial" uses the initial global model as the previous model, and "random_init" a randomly initialised one.
       weighting: the weight of a client in the mean: "examples" (n_i, default) or "uniform" (1).
 
-    Raises:
-      ValueError: the model has no features.
+    The model must have features.
     """
 
     def client_update(server: Server, client: Client, work: Work) -> ClientResult:

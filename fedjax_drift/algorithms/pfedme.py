@@ -61,8 +61,7 @@ def pfedme(
       inner_start: the start of (1): "warm" (the x of the last batch, default) or "local" (w_i).
       weighting: the weight of a client in the mean: "uniform" (1, default) or "examples" (n_i).
 
-    Raises:
-      ValueError: local training uses momentum or another optimizer.
+    Local training must be plain SGD, without momentum.
     """
     base = fedavg(beta, weighting)  # (3)
 

@@ -46,8 +46,7 @@ def qfedavg(
         q, training is slow.
       lipschitz: L > 0, an estimate of the smoothness of the losses. None: 1 / eta_t.
 
-    Raises:
-      ValueError: asynchronous rounds have clients of several versions.
+    Asynchronous rounds must not have clients of several versions.
     """
 
     def init_server(params: Params) -> Server:

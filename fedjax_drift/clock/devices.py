@@ -56,10 +56,3 @@ class Devices:
 
     def __repr__(self) -> str:
         return reprs.fields(self)
-
-    def check_number(self, N: int) -> None:
-        """Checks that the arrays have a value for each of the N clients."""
-        for name in ("up", "down", "seconds_per_step"):
-            value = getattr(self, name)
-            if isinstance(value, np.ndarray) and value.shape != (N,):
-                checks.refuse(f"{name} must be a number, or have a value for each of the {N} clients", [*value.shape])

@@ -1,7 +1,4 @@
-"""The compilation cache.
-
-`use_compilation_cache` makes JAX keep compiled programs in a folder, so that later processes do not compile them again.
-"""
+"""The compilation cache."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 from fedjax_drift import checks
-from fedjax_drift.devices.gpus import GPUS, remember_memory
+from fedjax_drift.devices import gpus
 from fedjax_drift.devices.mesh import clients_mesh, is_described
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 from fedjax_drift.spec import Fix, Text, checked
@@ -50,18 +49,24 @@ def described_mesh(topology: Annotated[Text, Fix(f"pass {EXAMPLES}")]) -> Mesh:
       ImportError: the compiler for these devices is not installed.
     """
     if re.fullmatch(r"v\w+:[1-9]\d*(x[1-9]\d*)*", topology):
-        options = _tpu_options(topology)
+        generation, _, shape = topology.partition(":")
+        alone = set(shape.split("x")) == {"1"}  # by default a host has 2 x 2 chips
+        options: dict[str, Any] = {"chips_per_host_bounds": [1] * 3} if alone else {}
+        if generation == "v4":  # JAX uses the two cores of a TPU v4 as one device
+            options["chip_config_name"] = "megacore"
         return _mesh(topology, "tpu", 'libtpu: pip install "jax[tpu]"', topology_name=topology, **options)
     if parts := re.fullmatch(r"(.+?)(?::(?:([1-9]\d*)x)?([1-9]\d*))?", topology):
         gpu, hosts, each = parts[1], parts[2] or "1", parts[3] or "1"
-        if gpu in GPUS or gpu.endswith(".txtpb"):
-            description = str(GPUS[gpu]) if gpu in GPUS else _read(gpu)
-            remember_memory(description)
+        if gpu in gpus.GPUS or gpu.endswith(".txtpb"):
+            description = str(gpus.GPUS[gpu]) if gpu in gpus.GPUS else _read(gpu)
+            name = re.search(r'^device_description_str: "(.*)"', description, re.MULTILINE)
+            if name and (memory := re.search(r"\bdevice_memory_size: (\d+)", description)):
+                gpus.MEMORY[name[1]] = int(memory[1])
             packages = (
                 "JAX's CUDA plugin and compiler: pip install jax-cuda12-plugin jax-cuda12-pjrt nvidia-cuda-nvcc-cu12"
             )
             return _mesh(topology, "cuda", packages, target_config=description, topology=f"1x{hosts}x{each}")
-    checks.refuse(f"topology must be {EXAMPLES}", repr(topology), f"the known GPUs are {', '.join(GPUS)}")
+    checks.refuse(f"topology must be {EXAMPLES}", repr(topology), f"the known GPUs are {', '.join(gpus.GPUS)}")
 
 
 def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
@@ -70,14 +75,6 @@ def compiler_options(mesh: Mesh) -> dict[str, Any] | None:
         return None
     # XLA's Triton kernels for matrix products can fail to compile without a GPU on which to tune them.
     return {"xla_gpu_enable_triton_gemm": False}
-
-
-def _tpu_options(name: str) -> dict[str, Any]:
-    generation, _, shape = name.partition(":")
-    sides = [int(side) for side in shape.split("x")]
-    alone = {"chips_per_host_bounds": [1] * 3} if math.prod(sides) == 1 else {}  # by default a host has 2 x 2 chips
-    # JAX uses the two cores of a TPU v4 as one device.
-    return alone | ({"chip_config_name": "megacore"} if generation == "v4" else {})
 
 
 def _read(path: str) -> str:

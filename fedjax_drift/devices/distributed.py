@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from functools import partial
 from threading import Thread
 from typing import Annotated, Any
@@ -56,20 +55,9 @@ def initialize(
 ) -> None:
     """Connects this process to the other processes of its job with `jax.distributed`, and starts JAX's backend.
 
-    JAX detects the arguments that are not given. It looks for the following launchers, in this order:
-
-    - Open MPI up to version 4: ``OMPI_MCA_orte_hnp_uri``, ``OMPI_COMM_WORLD_SIZE``, ``_RANK``, ``_LOCAL_RANK``
-    - SLURM, in a job step (``srun``): ``SLURM_JOB_ID``, ``SLURM_STEP_NODELIST``, ``SLURM_NTASKS``, ``SLURM_PROCID``,
-      ``SLURM_LOCALID``
-    - TPU pods of GKE: ``TPU_WORKER_HOSTNAMES`` (or ``TPU_PROCESS_ADDRESSES``) and ``TPU_WORKER_ID``; for a job on
-      several slices also ``MEGASCALE_COORDINATOR_ADDRESS``, ``_NUM_SLICES``, ``_SLICE_ID``
-    - TPU VMs: the machine's metadata (``agent-worker-number``, ``worker-network-endpoints``). This needs the package
-      ``requests``.
-    - Kubernetes Jobs and JobSets with ``completionMode: Indexed``: ``KUBERNETES_SERVICE_HOST``,
-      ``JOB_COMPLETION_INDEX``, ``HOSTNAME`` and the description of the job in the Kubernetes API. This needs the
-      package ``kubernetes``.
-    - other MPI launchers, which set ``PMI_SIZE``, ``MV2_COMM_WORLD_SIZE`` or ``OMPI_COMM_WORLD_SIZE``. This needs the
-      package ``mpi4py``.
+    JAX detects the arguments that are not given. It knows Open MPI up to version 4, SLURM (in a job step of ``srun``),
+    TPU pods of GKE, TPU VMs (with the package ``requests``), and Kubernetes Jobs and JobSets with ``completionMode:
+    Indexed`` (with the package ``kubernetes``). Other MPI launchers need the package ``mpi4py``.
 
     ``JAX_COORDINATOR_ADDRESS`` replaces the detected address, and ``JAX_COORDINATOR_PORT`` only its port. With Open
     MPI, SLURM and mpi4py, a process uses only the GPU whose index is its local rank. So start one process per GPU.
@@ -132,25 +120,24 @@ def initialize(
 
 
 def _in_time(call: Callable[[], None], seconds: float) -> bool:
-    """Calls ``call()`` in a thread, because it can't be interrupted. Raises its errors.
+    """Calls ``call()`` in a thread, because it can't be interrupted, and raises its errors.
 
     Returns whether the call ended within ``seconds``.
     """
-    outcome: Future[None] = Future()
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             call()
-            outcome.set_result(None)
         except BaseException as error:
-            outcome.set_exception(error)
+            errors.append(error)
 
-    Thread(target=run, daemon=True).start()
-    try:
-        outcome.result(seconds)
-    except TimeoutError:
-        return False
-    return True
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    return not thread.is_alive()
 
 
 def is_first() -> bool:

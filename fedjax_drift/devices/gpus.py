@@ -6,7 +6,6 @@ The numbers are from NVIDIA's data sheets and from XLA's own descriptions of the
 from __future__ import annotations
 
 import os
-import re
 from typing import NamedTuple
 
 
@@ -69,11 +68,3 @@ def share_of_jax() -> float:
     """The share of a GPU's memory that JAX uses. It is 0.75, unless the user has changed it."""
     names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
     return float(next((os.environ[name] for name in names if os.environ.get(name)), 0.75))
-
-
-def remember_memory(description: str) -> None:
-    """Adds the GPU of a description in the text format to `MEMORY`."""
-    name = re.search(r'^device_description_str: "(.*)"', description, re.MULTILINE)
-    memory = re.search(r"\bdevice_memory_size: (\d+)", description)
-    if name and memory:
-        MEMORY[name[1]] = int(memory[1])

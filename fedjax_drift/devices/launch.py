@@ -1,7 +1,4 @@
-"""Starts compiled programs so that their collective operations do not block each other.
-
-`launch` starts a program. `wait_for_turn` waits for the previous program if this is necessary.
-"""
+"""Starts compiled programs so that their collective operations do not block each other."""
 
 from __future__ import annotations
 

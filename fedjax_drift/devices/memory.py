@@ -1,7 +1,4 @@
-"""The memory of a device.
-
-`memory_of` returns it in bytes. On a CPU, it takes the limit of a container into account.
-"""
+"""The memory of a device."""
 
 from __future__ import annotations
 
@@ -30,8 +27,8 @@ def out_of_memory(error: Exception) -> bool:
 def memory_of(mesh: Mesh) -> float:
     """The memory of one device of the mesh in bytes, or inf if it is unknown.
 
-    On a CPU, the memory of the machine is divided equally among the devices of this process. With several processes,
-    all of them get the value of the first process, rounded down to megabytes (2**20 bytes).
+    On a CPU, the memory of the machine, or of the container, is divided equally among the devices of this process. With
+    several processes, all of them get the value of the first process, rounded down to megabytes (2**20 bytes).
     """
     if is_described(mesh):
         kind = mesh.devices.flat[0].device_kind

@@ -11,7 +11,6 @@ models.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -238,11 +237,6 @@ class Measures(tuple[Measure, ...]):
 def functions_of(measures: tuple[Measure, ...], name: str) -> list[Callable[..., Values]]:
     """The functions of this name that the measures have."""
     return [partial(measure.values, name) for measure in measures if getattr(measure, name) is not None]
-
-
-def nan_allowed(measures: tuple[Measure, ...]) -> AbstractContextManager:
-    """Switches `jax_debug_nans` off for a program with measures, because those of absent clients are NaN."""
-    return jax.debug_nans(False) if measures else nullcontext()
 
 
 def measure(

@@ -6,9 +6,8 @@
 - Replicated on several devices: a state is read in place. The new states are kept until the whole cohort has trained,
   and are then sent to all devices. So the devices do not wait for each other after every group.
 
-The shape [D, G, L] is D devices, G groups per device, and L clients per group that train side by side. In this file,
-``place`` is the index of a client's state in `ServerState.clients` (`Client.place`). An absent client has a place
-beyond the last state, and nothing is stored there.
+In this file, ``place`` is the index of a client's state in `ServerState.clients` (`Client.place`). An absent client has
+a place beyond the last state, and nothing is stored there.
 """
 
 from __future__ import annotations

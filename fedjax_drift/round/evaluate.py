@@ -5,7 +5,7 @@ If the data are shifted (`FederatedData.shifted`), the test set belongs to a rou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -118,17 +118,6 @@ def labels(engine: Engine, test: TestRows) -> jax.Array:
     if not shifted(engine):
         return test.y
     return lax.map(lambda rows: inputs(engine, rows, test.t)[1], test._replace(t=None))
-
-
-def server_scores(
-    evaluate_params: Callable[[Params], dict[str, jax.Array]], algorithm: Algorithm, server: Any
-) -> dict[str, jax.Array]:
-    """The scores of the global model, and those of the other models of the server (`Algorithm.models`), with their name
-    as prefix."""
-    scores = evaluate_params(server.params)
-    for name, params in other_models(algorithm, server).items():
-        scores |= {f"{name}_{score}": value for score, value in evaluate_params(params).items()}
-    return scores
 
 
 def other_models(algorithm: Algorithm, server: Any) -> dict[str, Params]:

@@ -17,33 +17,25 @@ from fedjax_drift.round.exchange import back_and_forth
 from fedjax_drift.round.sources import absent_like
 
 
-def places_of(engine: Engine, steps: jax.Array) -> tuple[jax.Array, jax.Array]:
+def at_places(engine: Engine, clients: Client, steps: jax.Array) -> tuple[jax.Array, jax.Array, Client]:
     """Assigns the cohort to the places [D, G, L]. ``steps`` [K] are the local steps of the clients.
 
     The cohort is sorted by local steps, in descending order, so that the L clients of a group finish together. The
     groups are assigned to the devices 0..D-1, then D-1..0, and so on, so that the devices finish together.
 
-    Returns the position in the cohort of the client at each place, int32 [D, G, L]; and whether each place is empty,
-    bool [D, G, L].
+    Returns the position in the cohort of the client at each place, int32 [D, G, L]; whether each place is empty, bool
+    [D, G, L]; and the client at each place, [D, G, L]. Empty places have absent clients.
     """
     K, D, L = len(steps), num_teams(engine.mesh), engine.lanes
-    order = jnp.argsort(-steps, stable=True)
     places = back_and_forth(D, -(-K // (D * L)), L)
-    return order[np.minimum(places, K - 1)], jnp.asarray(places >= K)
-
-
-def at_places(engine: Engine, clients: Client, steps: jax.Array) -> tuple[jax.Array, jax.Array, Client]:
-    """Returns the results of `places_of`, and the client at each place, [D, G, L]. Empty places have absent clients."""
-    order, empty = places_of(engine, steps)
+    order, empty = jnp.argsort(-steps, stable=True)[np.minimum(places, K - 1)], jnp.asarray(places >= K)
     none = absent_like(clients, engine.num_clients)
     placed = jax.tree.map(lambda none, a: jnp.where(empty, none, a[order]), none, clients)
     return order, empty, placed
 
 
 def in_cohort_order(K: int, order: jax.Array, empty: jax.Array, values: jax.Array) -> jax.Array:
-    """The inverse of `places_of`: values [D, G, L, ...] at the places -> [K, ...], in the order of the cohort.
-
-    order, empty: the results of `places_of`.
-    """
+    """The inverse of `at_places`, which returns ``order`` and ``empty``: values [D, G, L, ...] at places -> [K, ...],
+    in the order of the cohort."""
     places = jnp.where(empty, K, order)
     return jnp.zeros((K, *values.shape[3:]), values.dtype).at[places].set(values, mode="drop")

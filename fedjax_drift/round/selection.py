@@ -93,12 +93,7 @@ def participating(selection: Selection, draws: bool) -> Source:
 
 
 def draw(
-    engine: Engine,
-    selection: Selection,
-    state: ServerState,
-    arrays: Arrays,
-    count: int,
-    free: jax.Array | None = None,
+    engine: Engine, selection: Selection, state: ServerState, arrays: Arrays, count: int, free: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """What the participation rule selects: ``count`` clients, or as many as it can. See `cohort.select`.
 

@@ -23,14 +23,7 @@ from fedjax_drift.local import shuffle
 from fedjax_drift.message import decoded
 from fedjax_drift.round.arrays import Client, Rows
 from fedjax_drift.round.client_states import fetch, overwrites, scatter, store
-from fedjax_drift.round.engine import (
-    Engine,
-    Shared,
-    client_moment,
-    mean_steps,
-    on_each_device,
-    sum_over_devices,
-)
+from fedjax_drift.round.engine import Engine, Shared, client_moment, mean_steps, on_each_device, sum_over_devices
 from fedjax_drift.round.exchange import exchange, longest_share
 from fedjax_drift.round.sources import Receivers, Start, absent_like, examples, functions_of
 from fedjax_drift.shift.rule import Owner

@@ -25,9 +25,7 @@ def _rule(name: str, until: Any, fix: str) -> Until:
 
 
 Rule = Annotated[
-    Until,
-    spec.Spec(_rule, "function"),
-    Fix("pass fd.until.reaches(accuracy=0.98), for example; None means all rounds"),
+    Until, spec.Spec(_rule, "function"), Fix("pass fd.until.reaches(accuracy=0.98), for example; None means all rounds")
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,10 +15,10 @@ from fedjax_drift import checks
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.devices.mesh import copied, leaf_shardings, put
 from fedjax_drift.devices.processes import spans_processes
-from fedjax_drift.measures.measure import Measure, nan_allowed
+from fedjax_drift.measures.measure import Measure
 from fedjax_drift.round import rows
 from fedjax_drift.round.arrays import Rows, TestRows
-from fedjax_drift.round.evaluate import after, server_scores, shifted
+from fedjax_drift.round.evaluate import after, other_models, shifted
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.description import title
 from fedjax_drift.simulation.host import Fetched, Host
@@ -56,8 +57,8 @@ class Executor:
         return traceable(lambda: self.programs.launch(name, *arguments), self.use_constants)
 
     def launch_round(self, name: str, measures: tuple[Measure, ...], *arguments: Any) -> Any:
-        """Calls a program that runs rounds with drift measures."""
-        with nan_allowed(measures):
+        """Calls a program that runs rounds with drift measures. Those of absent clients are NaN."""
+        with jax.debug_nans(False) if measures else nullcontext():
             return self.launch(name, measures, *arguments)
 
     def computation(self) -> str:
@@ -94,7 +95,12 @@ class Executor:
         """
         test = self.test(state.round if rounds is None else rounds)
         algorithm = self.setup.engine.algorithm
-        return server_scores(lambda params: self.launch("evaluate", params, test), algorithm, state.server)
+        others = {f"{name}_": params for name, params in other_models(algorithm, state.server).items()}
+        return {
+            prefix + name: score
+            for prefix, params in {"": state.params, **others}.items()
+            for name, score in self.launch("evaluate", params, test).items()
+        }
 
     def arguments(self, state: ServerState, cohort: jax.Array | None) -> Fetched:
         """Returns the arguments of the round that starts with ``state``. cohort: its clients; None: they are drawn."""

@@ -46,8 +46,8 @@ class Host:
         if arrays.rows is not None:
             offsets = np.asarray(arrays.rows.offsets)[np.minimum(ids, N - 1)]
         elif self._stream is not None:
-            x, y, offsets = self._stream.fetch(ids)
-            arrays = arrays._replace(rows=Rows(x, y))
+            rows, offsets = self._stream.fetch(ids)
+            arrays = arrays._replace(rows=rows)
         places = np.where(ids < N, places, self.setup.engine.state_rows)
         columns = [column.astype(np.int32) for column in (ids, sizes, offsets, local.num_steps(sizes), places)]
         clients = Client(*put(columns, self.setup.everywhere))
@@ -72,14 +72,6 @@ def prefetching(fetch: Callable[[int], Fetched], last: int) -> Iterator[Callable
         yield ahead
 
 
-class CohortRows(NamedTuple):
-    """A cohort's examples on the devices, one client after the other. The rest of the buffer is padding."""
-
-    x: jax.Array  # [R, F], flattened
-    y: jax.Array  # [R, ...]
-    offsets: np.ndarray  # int32 [K], the index of each client's first example
-
-
 class Stream:
     """Reads the examples of a cohort from the data set and sends them to the devices in a buffer of length R.
 
@@ -94,14 +86,9 @@ class Stream:
         self._largest = np.cumsum(np.sort(data.sizes)[::-1], dtype=np.int64)
         self._sources = [source(a) for a in (data.x, data.y)]
 
-    def buffer_rows(self, clients: int, needed: int = 0) -> int:
-        """Returns R for a cohort of ``clients`` clients with ``needed`` examples."""
-        most = int(self._largest[min(clients, len(self._largest)) - 1])
-        usual = int(np.ceil(clients * self._mean + 6 * clients**0.5 * self._spread))
-        return usual if needed <= usual < most else most
-
-    def fetch(self, ids: np.ndarray) -> CohortRows:
-        """Returns the examples of the clients ``ids`` int [K]. An id outside of 0..N-1 has no examples.
+    def fetch(self, ids: np.ndarray) -> tuple[Rows, np.ndarray]:
+        """Returns the examples of the clients ``ids`` int [K] on the devices, one client after the other, and the index
+        of each client's first example, int32 [K]. An id outside of 0..N-1 has no examples.
 
         Returns when the examples have been read, and does not wait until they have been sent. Raises OSError if a
         memory-mapped file has changed since the data set was opened.
@@ -109,7 +96,9 @@ class Stream:
         data = self.setup.data
         sizes, begins = data.sizes_of(ids), data.offsets[np.minimum(ids, data.num_clients - 1)]
         ends = np.cumsum(sizes, dtype=np.int64)
-        R = self.buffer_rows(len(ids), int(ends[-1]))
+        most = int(self._largest[min(len(ids), len(self._largest)) - 1])
+        usual = int(np.ceil(len(ids) * self._mean + 6 * len(ids) ** 0.5 * self._spread))
+        R = usual if ends[-1] <= usual < most else most
         x, y = (cut(array, begins, sizes, ends - sizes, R) for array in self._sources)
         sent_x, sent_y = put((flat(x, self.setup.mesh), integers_as_int32(y)), self.setup.everywhere)
-        return CohortRows(sent_x, sent_y, (ends - sizes).astype(np.int32))
+        return Rows(sent_x, sent_y), (ends - sizes).astype(np.int32)

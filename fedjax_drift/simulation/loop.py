@@ -71,29 +71,17 @@ class Schedule:
         return bool(self.eval_every) and t % self.eval_every == 0
 
 
-class Watch(NamedTuple):
-    """The functions that a loop calls.
-
-    Attributes:
-      complaints: ``complaints(run, t, info, record) -> {kind: message}`` returns the warnings about a round. Each kind
-        is issued once per run.
-      on_record: ``on_record(run, record)`` is called for each record, until it raises an exception.
-      until: ``until(run, history)`` is called after each evaluation. The loop ends when it has returned True for every
-        run.
-    """
-
-    complaints: Callable[[int, int, dict, Record], Mapping[str, str]]
-    on_record: Callable[[int, Record], None] | None
-    until: Callable[[int, list[Record]], bool] | None
-
-
 class Loop:
     """Advances the tracks of a mesh together, round by round, and keeps the history of every run.
 
     Args:
       tracks: the tracks, all at the same round, each with at least one run.
       schedule: the rounds in which the runs are evaluated, measured and saved.
-      watch: the functions that the loop calls.
+      complaints: ``complaints(run, t, info, record) -> {kind: message}`` returns the warnings about a round. Each kind
+        is issued once per run.
+      on_record: ``on_record(run, record)`` is called for each record, until it raises an exception.
+      until: ``until(run, history)`` is called after each evaluation. The loop ends when it has returned True for every
+        run.
       bar: the progress bar, shown while the loop runs.
       stop: becomes `requested` when Ctrl-C or SIGTERM stops the loop.
 
@@ -104,10 +92,18 @@ class Loop:
     savers: Sequence[Saver] = ()
 
     def __init__(
-        self, tracks: Sequence[Track], mesh: Mesh, schedule: Schedule, watch: Watch, bar: Bar, stop: Stop
+        self,
+        tracks: Sequence[Track],
+        mesh: Mesh,
+        schedule: Schedule,
+        complaints: Callable[[int, int, dict, Record], Mapping[str, str]],
+        on_record: Callable[[int, Record], None] | None,
+        until: Callable[[int, list[Record]], bool] | None,
+        bar: Bar,
+        stop: Stop,
     ) -> None:
         self.tracks, self.mesh, self.schedule = tracks, mesh, schedule
-        self.complaints, self.on_record, self.until = watch
+        self.complaints, self.on_record, self.until = complaints, on_record, until
         self.bar, self.stop = bar, stop
         self._ended: set[int] = set()  # runs for which `until` has returned True
         self.histories: list[list[Record]] = [History() for track in tracks for _ in track.runs]

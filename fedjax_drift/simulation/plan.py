@@ -181,7 +181,7 @@ def _steps(setup: Setup) -> int:
     engine, steps = setup.engine, np.sort(setup.engine.local.num_steps(setup.data.sizes))[::-1]
     K, D, L = engine.cohort_size, num_teams(engine.mesh), engine.lanes
     cohort = steps[((np.arange(K) + 0.5) * (engine.num_clients / K)).astype(int)]
-    placed = np.append(cohort, 0)[np.minimum(back_and_forth(D, -(-K // (D * L)), L), K)]  # as round.cohort.places_of
+    placed = np.append(cohort, 0)[np.minimum(back_and_forth(D, -(-K // (D * L)), L), K)]  # as round.places
     return int(placed.max(2).sum(1).max())
 
 

@@ -67,9 +67,7 @@ class Compiled(NamedTuple):
     init: Callable  # (numbers, frozen, key, params, sizes) -> state
     round: Callable  # (numbers, frozen, measures, state, arrays, cohort) -> (state, info)
     donating_round: Callable  # the same as `round`, but the state is overwritten
-    rounds: (
-        Callable  # (numbers, frozen, measures, state, arrays, n) -> (state, infos), n <= MOST_ROUNDS; overwrites state
-    )
+    rounds: Callable  # (numbers, frozen, measures, state, arrays, n) -> (state, infos), n <= MOST_ROUNDS; as above
     measure: Callable  # (numbers, frozen, measures, state, arrays, cohort) -> measures
     select: Callable  # (numbers, frozen, state, arrays) -> (ids, factors)
     select_on_host: Callable  # the same, on a device that is not one of the mesh
@@ -254,13 +252,17 @@ def _compiled(form: recipes.Form, one_state: bool, layout: Layout | None) -> Com
         static = (options["static_argnums"],) if "static_argnums" in options else ()
         return jax.jit(layout.over_runs(of_numbers, per_run, static) if layout else of_numbers, **options)
 
-    start = jit(init, (0, 2), changes={"state_rows": 1} if one_state else None, out_shardings=state)
-    if layout is None:
-        start = partial(_started, _initial(recipes.split(only(engine, "model", "mesh"), form.fixed)[0]), start)
+    init_state = jit(init, (0, 2), changes={"state_rows": 1} if one_state else None, out_shardings=state)
+    init_params = _initial(recipes.split(only(engine, "model", "mesh"), form.fixed)[0])
+
+    def start(numbers: Numbers, frozen: FrozenArrays, key: jax.Array, params: Params | None, sizes: jax.Array) -> Any:
+        params = init_params(frozen, key) if params is None else params
+        return init_state(numbers, frozen, key, params, sizes)
+
     of_scoring = recipes.split(scoring(engine), form.fixed)[0]
     round_of, next_state = partial(jit, measure.measured_round, (0, 3), static_argnums=2), (state, seen)
     return Compiled(
-        init=start,
+        init=start if layout is None else init_state,
         round=round_of(out_shardings=next_state),
         donating_round=round_of(donate_argnums=3, out_shardings=next_state),
         rounds=jit(rounds, (0, 3), static_argnums=2, donate_argnums=3, out_shardings=next_state),
@@ -282,19 +284,6 @@ def _initial(form: recipes.Form) -> Callable:
         return recipes.join(form, (), frozen).model.init(jax.random.split(key)[0])  # as in `init`
 
     return jax.jit(parameters, out_shardings=NamedSharding(form.value.mesh, P()))
-
-
-def _started(
-    parameters: Callable,
-    start: Callable,
-    numbers: Numbers,
-    frozen: FrozenArrays,
-    key: jax.Array,
-    params: Params | None,
-    sizes: jax.Array,
-) -> ServerState:
-    """The state before round 0, from two programs. Without ``params``, the first makes the initial parameters."""
-    return start(numbers, frozen, key, parameters(frozen, key) if params is None else params, sizes)
 
 
 @lru_cache(4 * KEPT)

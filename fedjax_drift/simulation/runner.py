@@ -13,7 +13,7 @@ from fedjax_drift.devices.processes import leads
 from fedjax_drift.simulation.asked import Asked
 from fedjax_drift.simulation.cohorts import Cohorts, cohorts
 from fedjax_drift.simulation.executor import Executor
-from fedjax_drift.simulation.loop import Loop, Schedule, Watch, attach_to
+from fedjax_drift.simulation.loop import Loop, Schedule, attach_to
 from fedjax_drift.simulation.progress import Bar, Stop, stop_on_interrupt
 from fedjax_drift.simulation.records import complaints
 from fedjax_drift.simulation.setup import Setup
@@ -34,7 +34,7 @@ class Job:
       schedule: see `Schedule`.
       setups: of each run.
       title: the name of the bar.
-      complaints, on_record: see `Watch`.
+      complaints, on_record: see `Loop`.
       attach: ``attach(error, states, histories)`` attaches the results so far to an exception.
       checkpoints, specifications: of each run; empty: nothing is saved.
       from_start: whether the rounds are counted from round 0, so that the bar has the rounds of ``checkpoints``, and
@@ -86,8 +86,8 @@ def train(
             assert until is not None
             return run in ended or ends(until, before[run] + history)
 
-        watch = Watch(job.complaints, job.on_record, run_ends if until is not None else None)
-        loop = Loop(tracks, mesh, schedule, watch, bar, stop)
+        ends_early = run_ends if until is not None else None
+        loop = Loop(tracks, mesh, schedule, job.complaints, job.on_record, ends_early, bar, stop)
         loop.savers = savers
         loop.run(first, lambda error, states: job.attach(error, states, loop.histories))
     if loop.terminated or stop.terminated:

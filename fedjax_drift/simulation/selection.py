@@ -15,20 +15,14 @@ from fedjax_drift.round.selection import Selection
 from fedjax_drift.types import THREEFRY
 
 
-def rule_of(participation: Any) -> Participation:
-    """The checked option of `Simulation`, or its default."""
-    if participation is None:
-        return uniform()
-    return checks.instance(
-        "participation", participation, Participation, "fd.participation.cyclic(groups=4), for example"
-    )
-
-
-def named_rule(sampling: Any, participation: Any) -> Participation:
-    """The rule with the name ``sampling``. participation: the other option, which must then be None."""
-    if participation is not None:
-        checks.refuse("participation= and sampling= are two names of one option", "both", "pass one")
-    return SHORT_NAMES[checks.choice("sampling", sampling, SHORT_NAMES)]()
+def rule_of(participation: Any, options: dict[str, Any]) -> Participation:
+    """The checked option of `Simulation`, or its default. Its short form ``sampling`` is removed from ``options``."""
+    if "sampling" in options:
+        if participation is not None:
+            checks.refuse("participation= and sampling= are two names of one option", "both", "pass one")
+        return SHORT_NAMES[checks.choice("sampling", options.pop("sampling"), SHORT_NAMES)]()
+    fix = "fd.participation.cyclic(groups=4), for example"
+    return uniform() if participation is None else checks.instance("participation", participation, Participation, fix)
 
 
 def selection_of(rule: Participation, N: int, K: int) -> Selection:

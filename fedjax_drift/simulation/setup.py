@@ -39,7 +39,7 @@ from fedjax_drift.simulation.options import Options
 from fedjax_drift.simulation.placement import moved, shardings_of
 from fedjax_drift.simulation.selection import selection_of
 from fedjax_drift.simulation.sources import redeal_of, sources_of
-from fedjax_drift.simulation.timing import check_clock, check_mixes
+from fedjax_drift.simulation.timing import check_clock
 from fedjax_drift.simulation.topology import check_memory, check_topology
 from fedjax_drift.storage.client_store import ClientStore
 from fedjax_drift.storage.specification import ON_DEVICES
@@ -104,8 +104,8 @@ class Setup:
     @property
     def can_be_refused(self) -> bool:
         """Whether a round may raise an exception after it was computed. The state before it must then stay valid."""
-        full_disk = self.states_on_host
-        return self.on_nonfinite == "raise" or self.engine.algorithm.observe is not None or full_disk
+        # client states on the host may find a full disk
+        return self.on_nonfinite == "raise" or self.engine.algorithm.observe is not None or self.states_on_host
 
     @property
     def one_round_a_program(self) -> bool:
@@ -126,10 +126,7 @@ class Setup:
 
     def check_rules(self, state: ServerState) -> None:
         """Raises ConfigurationError if the state is of another rule, or was saved without the state of a rule."""
-        switched_off = (
-            Source("clock", kind="clock", title="synchronous"),
-            Source("topology", kind="topology", title="star"),
-        )
+        switched_off = [Source(n, kind=n, title=title) for n, title in (("clock", "synchronous"), ("topology", "star"))]
         sources = {source.name: source for source in (*map(Source, state.sources), *switched_off, *self.engine.sources)}
         for name, source in sources.items():
             stored, expected = source.state_of(state), source.state_of(self.state)
@@ -182,14 +179,13 @@ class Setup:
 def assemble(given: Options) -> Setup:
     """Checks the options and their combinations, resolves those that depend on others, and places the data on the
     devices."""
-    options = given
-    model, data, algorithm, local, cohort_size, participation, failures, aggregation, clock, _, placement, *_ = options
+    model, data, algorithm, local, cohort_size, participation, failures, aggregation, clock, _, placement, *_ = given
     validate.check_types(model, data, algorithm, local)
     algorithm = algorithm._replace(requires=Needs.of(algorithm.requires))
     N = data.num_clients
     cohort_size = checks.integer("cohort_size", cohort_size, 1, N, f"the federation has {N} clients")
     clients_selected = failures.clients_selected(cohort_size, N)
-    on_nonfinite = checks.choice("on_nonfinite", options.on_nonfinite, ("keep", "drop_client", "raise"))
+    on_nonfinite = checks.choice("on_nonfinite", given.on_nonfinite, ("keep", "drop_client", "raise"))
     if placement.donate and on_nonfinite == "raise":
         fix = "pass donate=False, because a failed round would have overwritten its state"
         checks.refuse('on_nonfinite must be "keep" or "drop_client" with donate=True', '"raise"', fix)
@@ -219,7 +215,7 @@ def assemble(given: Options) -> Setup:
     validate.check_augment(local, data, decoded)
     if data.shifting is not None:
         validate.check_shift("shift", data.shifting.shift, data)
-    for source in options.sources:
+    for source in given.sources:
         if source.example is not None:
             validate.check_shift("example", shift_of(source.example, source.name), data)
     rows_at = placement.rows_at(data, mesh)
@@ -229,7 +225,7 @@ def assemble(given: Options) -> Setup:
         checks.refuse(what, "a streamed data set", "pass stream=False")
     D = num_teams(mesh)
     lane = partial(lane_of, model, decoded, data.x, data.y, min(local.batch_size, max_size))
-    options = options._replace(algorithm=algorithm, cohort_size=cohort_size, participation=selection.rule)
+    options = given._replace(algorithm=algorithm, cohort_size=cohort_size, participation=selection.rule)
     options = options._replace(devices=check_clock(options, selection))
     check_topology(options, selection)
     most_clients = min(capacity, cohort_size) if over_selected else capacity
@@ -280,8 +276,9 @@ def assemble(given: Options) -> Setup:
             checks.refuse(f"{algorithm.name} needs the test accuracy", "an evaluation without it", fix)
 
     validate.check_rule(aggregation, lambda: summed_message(engine, shapes.params), cohort_size)
-    if clock.mixes == "models":
-        check_mixes(engine, shapes.params)
+    if clock.mixes == "models" and tree.layout(summed_message(engine, shapes.params)) != tree.layout(shapes.params):
+        what = f'mixes must be "updates" for {algorithm.name}, whose message isn\'t the update of a model alone'
+        checks.refuse(what, '"models"')
     check_memory(engine, shapes.params)
     one_state = engine if client_store in ON_DEVICES else engine._replace(state_rows=1)
     return Setup(

@@ -32,7 +32,7 @@ from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.plan import Plan, device_traffic, plan_of
 from fedjax_drift.simulation.runner import run_alone
 from fedjax_drift.simulation.runs import Run
-from fedjax_drift.simulation.selection import named_rule, rule_of
+from fedjax_drift.simulation.selection import rule_of
 from fedjax_drift.simulation.setup import Setup, assemble
 from fedjax_drift.simulation.sources import check_sources
 from fedjax_drift.simulation.sweep import sweep
@@ -104,14 +104,13 @@ class Simulation:
         topology: Topology | None = None,
         **options: Unpack[FlatOptions],
     ) -> None:
-        if "sampling" in options:
-            participation = named_rule(options.pop("sampling"), participation)
+        rule = rule_of(participation, options)  # type: ignore[arg-type]
         failures = grouped("failures", Failures, failures, options)
         placement = grouped("placement", Placement, placement, options)
         if options:
             raise TypeError(unexpected(next(iter(options)), inspect.signature(Simulation).parameters))
         given = Options(
-            model, data, algorithm, LocalTraining() if local is None else local, cohort_size, rule_of(participation),
+            model, data, algorithm, LocalTraining() if local is None else local, cohort_size, rule,
             failures, mean() if aggregation is None else aggregation, synchronous() if clock is None else clock,
             devices, placement, on_nonfinite, measure, check_sources(sources), star() if topology is None else topology,
         )  # fmt: skip

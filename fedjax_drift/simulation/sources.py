@@ -20,15 +20,8 @@ from fedjax_drift.round.sources import Source
 from fedjax_drift.shift.rule import Shifting, shift_of
 from fedjax_drift.simulation.options import Options
 
-RESERVED = (
-    "participation",
-    "topology",
-    "clock",
-    "redeal",
-    "failures",
-    "shift",
-    "aggregation",
-)  # names of the library's sources
+# names of the library's sources
+RESERVED = ("participation", "topology", "clock", "redeal", "failures", "shift", "aggregation")
 
 
 def sources_of(options: Options, selection: Selection) -> tuple[Source, ...]:

@@ -94,10 +94,8 @@ def sweep(
       together: number of runs that a device trains side by side (vmap), >= 1, or "auto" (default). "auto" is 1 on a CPU
         and the number of all runs of the device on an accelerator. If they do not fit in the device's memory, the
         number is halved, with a warning, until they fit.
-      progress: whether to show a progress bar. Default: in a terminal or a notebook, but not in CI. Elsewhere a run
-        that takes more than a minute prints a line on stderr after every tenth of its rounds.
+      progress, measure_every: as in `Simulation.run`.
       on_round: ``on_round(seed, setting, record)`` is called for each round of each run.
-      measure_every: as in `Simulation.run`, for simulations with ``measure=``.
       checkpoints: `fd.Checkpoints`, or a folder. Each run is saved to its own subfolder during the sweep: ``seed-0``,
         or ``lr=0.1-seed-0`` if lr differs between settings. Such values must be numbers or strings. To resume a sweep
         that was stopped or killed, call `sweep` again with the same folder. ``rounds`` is the total number of rounds

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import numpy as np
 
-from fedjax_drift import checks, tree
+from fedjax_drift import checks
 from fedjax_drift.clock import Clock, Devices
-from fedjax_drift.round.engine import Engine
 from fedjax_drift.round.in_flight import Flight
 from fedjax_drift.round.selection import Selection
-from fedjax_drift.round.traffic import summed_message
 from fedjax_drift.simulation.options import Options
 from fedjax_drift.simulation.selection import selection_of
 
@@ -23,7 +21,10 @@ def check_clock(options: Options, selection: Selection) -> Devices | None:
     checks.fields(clock)
     if devices is not None:
         checks.instance("devices", devices, Devices, "pass fd.Devices(speed_spread=0.5), for example")
-        devices.check_number(N)
+        for name in ("up", "down", "seconds_per_step"):
+            value = getattr(devices, name)
+            if isinstance(value, np.ndarray) and value.shape != (N,):
+                checks.refuse(f"{name} must be a number, or have a value for each of the {N} clients", [*value.shape])
         if checks.used(failures.speed_spread):
             what = "speed_spread is an option of fd.Devices if devices= is given"
             checks.refuse(what, f"failures with {failures.speed_spread}", "leave it out of the failures")
@@ -82,10 +83,3 @@ def check_versions(options: Options) -> None:
         reason = "because the mean of their updates is divided by one learning rate"
         what = f"{algorithm.name} needs a constant learning rate in {options.clock.name} rounds, {reason}"
         checks.refuse(what, given, f"pass a number as lr, or {fix}")
-
-
-def check_mixes(engine: Engine, params: Any) -> None:
-    """Checks that the messages are shaped like the model, for a clock that mixes models."""
-    if tree.layout(summed_message(engine, params)) != tree.layout(params):
-        what = f'mixes must be "updates" for {engine.algorithm.name}, whose message isn\'t the update of a model alone'
-        checks.refuse(what, '"models"')

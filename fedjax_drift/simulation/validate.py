@@ -23,19 +23,15 @@ from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation
 from fedjax_drift.shift.rule import Owner, Shift
 from fedjax_drift.simulation.ascent import check_optimizer
-from fedjax_drift.tree import layout
+from fedjax_drift.tree import check_layout, layout
 from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
 
 
 def check_types(model: Any, data: Any, algorithm: Any, local: Any) -> None:
     """Checks the types of these arguments. A factory, such as `fedavg` without parentheses, is rejected."""
+    models = "fd.models.lenet5(), fd.Model(init, apply) or fd.Model.from_linen(module, input_shape)"
     for name, value, kind, hint in (
-        (
-            "model",
-            model,
-            Model,
-            "fd.models.lenet5(), fd.Model(init, apply) or fd.Model.from_linen(module, input_shape)",
-        ),
+        ("model", model, Model, models),
         ("data", data, FederatedData, "fd.datasets.load(...) or fd.FederatedData.from_clients(...)"),
         ("algorithm", algorithm, Algorithm, "fd.algorithms.fedavg() (with the parentheses)"),
         ("local", local, LocalTraining, "fd.LocalTraining(...)"),
@@ -77,7 +73,7 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
     if needs.classifier and model.loss is not cross_entropy:
         what = f"{algorithm.name} needs a classifier with the default loss (softmax cross-entropy)"
         checks.refuse(what, "a model with another loss", "leave Model(loss=...) out")
-    if needs.optimizer == "sgd" and local.has_memory:
+    if needs.optimizer == "sgd" and (local.optimizer is not None or checks.used(local.momentum)):
         fix = "leave momentum and optimizer out of LocalTraining"
         checks.refuse(f"{algorithm.name} needs plain local SGD", repr(local), fix)
     if needs.optimizer == "sgd or momentum" and local.optimizer is not None:
@@ -271,17 +267,7 @@ def _check_keeps(names: tuple[str, str], form: str, function: Callable, argument
 
     names: of the option, and of the function.
     """
-
-    def texts(arrays: Any) -> Any:
-        return jax.tree.map(lambda a: f"{a.dtype}{[*a.shape]}", arrays)
-
-    def shown(arrays: Any) -> str:
-        return " and ".join(texts(arrays)) if isinstance(arrays, tuple) else f"{texts(arrays)}"
-
     option, name = names
-    result = checks.shapes_of(
-        f"{option} must be a function {form} of one example, {shown(example)}", function, *arguments
-    )
-    if texts(result) != texts(example):
-        what = "the shapes and the dtypes" if isinstance(example, tuple) else "the shape and the dtype"
-        checks.refuse(f"{name} must keep {what} of an example, {shown(example)}", shown(result))
+    shown = " and ".join(f"{a.dtype}{[*a.shape]}" for a in jax.tree.leaves(example))
+    result = checks.shapes_of(f"{option} must be a function {form} of one example, {shown}", function, *arguments)
+    check_layout(result, example, f"{name} must keep the shapes and the dtypes of an example")
