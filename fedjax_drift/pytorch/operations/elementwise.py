@@ -99,10 +99,6 @@ def cast(x: Any, dtype: Any = None, non_blocking: bool = False, copy: bool = Fal
     return x.astype(dtype)
 
 
-def gelu(x: Array, approximate: str = "none") -> Array:
-    return jax.nn.gelu(x, approximate=approximate == "tanh")
-
-
 def elu(x: Array, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Array:
     return scale * jnp.where(x > 0, x, alpha * jnp.expm1(input_scale * jnp.where(x > 0, 0, x)))
 
@@ -110,10 +106,6 @@ def elu(x: Array, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1
 def softplus(x: Array, beta: float = 1.0, threshold: float = 20.0) -> Array:
     linear = x * beta > threshold
     return jnp.where(linear, x, jax.nn.softplus(jnp.where(linear, 0, x * beta)) / beta)
-
-
-def masked_fill(x: Array, mask: Array, value: Any) -> Array:
-    return jnp.where(mask, jnp.asarray(value, x.dtype), x)
 
 
 def where(condition: Array, x: Any = None, y: Any = None) -> Array:
@@ -212,7 +204,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "fmin": of_promoted(fmin),
     "full_like": lambda x, value, dtype=None: jnp.full(x.shape, value, dtype or x.dtype),
     "ge": of_promoted(jnp.greater_equal),
-    "gelu": gelu,
+    "gelu": lambda x, approximate="none": jax.nn.gelu(x, approximate=approximate == "tanh"),
     "gt": of_promoted(jnp.greater),
     "hardsigmoid": lambda x: hardtanh(x + 3, 0, 6) / 6,
     "hardswish": lambda x: x * hardtanh(x + 3, 0, 6) / 6,
@@ -223,7 +215,7 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "log_sigmoid": jax.nn.log_sigmoid,
     "logit": logit,
     "lt": of_promoted(jnp.less),
-    "masked_fill": masked_fill,
+    "masked_fill": lambda x, mask, value: jnp.where(mask, jnp.asarray(value, x.dtype), x),
     "mul": of_promoted(jnp.multiply),
     "ne": of_promoted(jnp.not_equal),
     "neg": jnp.negative,

@@ -68,27 +68,11 @@ def dropout(mode: Mode, x: Any, p: float, training: bool) -> Any:
     return on_grid(lambda y: kept(mode, y, p), x) if training else x
 
 
-def native_dropout(mode: Mode, x: Any, p: float, training: bool | None = True) -> tuple[Any, None]:
-    return dropout(mode, x, p, training is not False), None
-
-
 # --- noise ------------------------------------------------------------------------------------------------------------
-
-
-def bernoulli(mode: Mode, x: Array, p: Any = None) -> Array:
-    return mode.bernoulli(lax.stop_gradient(x if p is None else p), x.shape, x.dtype)
 
 
 def uniform(mode: Mode, x: Array, low: float = 0.0, high: float = 1.0) -> Array:
     return low + (high - low) * mode.drawn("uniform", x.shape, x.dtype)
-
-
-def exponential(mode: Mode, x: Array, rate: float = 1.0) -> Array:
-    return mode.drawn("exponential", x.shape, x.dtype) / rate
-
-
-def normal_like(mode: Mode, x: Array, mean: float = 0.0, deviation: float = 1.0) -> Array:
-    return mean + deviation * mode.drawn("normal", x.shape, x.dtype)
 
 
 def normal(mode: Mode, mean: Any, deviation: Any = 1.0, shape: Sequence[int] | None = None, dtype: Any = None) -> Array:
@@ -104,10 +88,12 @@ def rrelu(mode: Mode, x: Array, lower: float = 1 / 8, upper: float = 1 / 3, trai
 
 
 IN_MODE: dict[str, Callable[..., Any]] = {
-    "bernoulli": bernoulli,
-    "exponential": exponential,
+    "bernoulli": lambda mode, x, p=None: mode.bernoulli(lax.stop_gradient(x if p is None else p), x.shape, x.dtype),
+    "exponential": lambda mode, x, rate=1.0: mode.drawn("exponential", x.shape, x.dtype) / rate,
     "normal": normal,
-    "normal_functional": normal_like,
+    "normal_functional": lambda mode, x, mean=0.0, deviation=1.0: (
+        mean + deviation * mode.drawn("normal", x.shape, x.dtype)
+    ),
     "rand": lambda mode, shape, dtype=None: mode.drawn("uniform", shape, dtype),
     "rand_like": lambda mode, x, dtype=None: mode.drawn("uniform", x.shape, dtype or x.dtype),
     "randn": lambda mode, shape, dtype=None: mode.drawn("normal", shape, dtype),
@@ -118,5 +104,5 @@ IN_MODE: dict[str, Callable[..., Any]] = {
 
 OF_IMAGES_IN_MODE: dict[str, Callable[..., Any]] = {
     "dropout": dropout,
-    "native_dropout": native_dropout,
+    "native_dropout": lambda mode, x, p, training=True: (dropout(mode, x, p, training is not False), None),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,10 +24,6 @@ def slice_(x: Array, dim: int = 0, start: int | None = None, end: int | None = N
     return x[part(x, dim, start, end, step)]
 
 
-def select(x: Array, dim: int, index: int) -> Array:
-    return lax.index_in_dim(x, index, dim, keepdims=False)
-
-
 def slice_scatter(
     x: Array, values: Array, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Array:
@@ -38,10 +35,6 @@ def diagonal_scatter(x: Array, values: Array, offset: int = 0, dim: int = 0, oth
     at = jnp.arange(values.shape[-1])
     moved = moved.at[..., at + max(-offset, 0), at + max(offset, 0)].set(values.astype(x.dtype))
     return jnp.moveaxis(moved, (-2, -1), (dim, other))
-
-
-def copy(x: Array, values: Array, non_blocking: bool = False) -> Array:
-    return jnp.broadcast_to(values, x.shape).astype(x.dtype)
 
 
 def _indices(indices: Sequence[Array | None]) -> tuple[Any, ...]:
@@ -94,10 +87,6 @@ def scatter(x: Array, dim: int, indices: Array, values: Any, reduce: str | None 
     return x.at[places].set(values)
 
 
-def scatter_add(x: Array, dim: int, indices: Array, values: Array) -> Array:
-    return scatter_reduce(x, dim, indices, values, "sum")
-
-
 def scatter_reduce(x: Array, dim: int, indices: Array, values: Any, reduce: str, include_self: bool = True) -> Array:
     """include_self=False: only places that get nothing keep their numbers."""
     if x.ndim == 0:
@@ -146,9 +135,8 @@ def masked_scatter(x: Array, mask: Array, values: Array) -> Array:
     return jnp.where(mask, jnp.take(values.reshape(-1), order, mode="clip"), x)
 
 
-def _places(edges: Array, x: Array, right: bool, side: str | None, sorter: Array | None) -> Array:
-    edges = edges if sorter is None else jnp.take_along_axis(edges, sorter, -1)
-    edges, x = promoted(edges, x)
+def _places(edges: Array, x: Any, right: bool, side: str | None = None) -> Array:
+    edges, x = promoted(edges, jnp.asarray(x))
     side = side or ("right" if right else "left")
     if edges.ndim == 1:
         return jnp.searchsorted(edges, x, side=side)
@@ -159,47 +147,31 @@ def _places(edges: Array, x: Array, right: bool, side: str | None, sorter: Array
     return found.reshape(*lead, x.shape[-1])
 
 
-def searchsorted(
+def _searchsorted(
     edges: Array, x: Any, out_int32: bool = False, right: bool = False, side: str | None = None, sorter: Any = None
 ) -> Array:
-    return _places(edges, jnp.asarray(x), right, side, sorter)
-
-
-def bucketize(x: Any, edges: Array, out_int32: bool = False, right: bool = False) -> Array:
-    return _places(edges, jnp.asarray(x), right, None, None)
-
-
-def flip(x: Array, dims: Sequence[int]) -> Array:
-    return jnp.flip(x, tuple(dims))
-
-
-def roll(x: Array, shifts: Sequence[int], dims: Sequence[int] = ()) -> Array:
-    return jnp.roll(x, tuple(shifts), tuple(dims) or None) if dims else jnp.roll(x, sum(shifts))
-
-
-def diagonal(x: Array, offset: int = 0, dim: int = 0, other: int = 1) -> Array:
-    return jnp.diagonal(x, offset, dim, other)
+    return _places(edges if sorter is None else jnp.take_along_axis(edges, sorter, -1), x, right, side)
 
 
 ARRAYS: dict[str, Callable[..., Any]] = {
     "_unsafe_index": index,
     "_unsafe_index_put": index_put,
-    "bucketize": bucketize,
-    "copy": copy,
-    "diagonal": diagonal,
+    "bucketize": lambda x, edges, out_int32=False, right=False: _places(edges, x, right),
+    "copy": lambda x, values, non_blocking=False: jnp.broadcast_to(values, x.shape).astype(x.dtype),
+    "diagonal": lambda x, offset=0, dim=0, other=1: jnp.diagonal(x, offset, dim, other),
     "diagonal_scatter": diagonal_scatter,
-    "flip": flip,
+    "flip": lambda x, dims: jnp.flip(x, tuple(dims)),
     "gather": gather,
     "index": index,
     "index_put": index_put,
     "index_select": index_select,
     "masked_scatter": masked_scatter,
-    "roll": roll,
+    "roll": lambda x, shifts, dims=(): jnp.roll(x, tuple(shifts), tuple(dims)) if dims else jnp.roll(x, sum(shifts)),
     "scatter": scatter,
-    "scatter_add": scatter_add,
+    "scatter_add": partial(scatter_reduce, reduce="sum"),
     "scatter_reduce": scatter_reduce,
-    "searchsorted": searchsorted,
-    "select": select,
+    "searchsorted": _searchsorted,
+    "select": lambda x, dim, index: lax.index_in_dim(x, index, dim, keepdims=False),
     "slice": slice_,
     "slice_scatter": slice_scatter,
     "tril": jnp.tril,

@@ -115,22 +115,13 @@ def adaptive_pool(along: Callable[..., Array], x: Any, size: Sequence[int]) -> A
     return Images(grid) if isinstance(x, Images) else grid
 
 
-def _mean(x: Array, axis: int) -> Array:
-    return x.mean(axis)
-
-
-def _largest(x: Array, axis: int) -> Array:
+def largest(x: Array, axis: int) -> Array:
     return best(x, axis, False, jnp.argmax)[0]
 
 
-def adaptive_max_pool(x: Any, size: Sequence[int]) -> tuple[Any, None]:
-    """The maxima, and nothing in place of PyTorch's indices."""
-    return adaptive_pool(_largest, x, size), None
-
-
 OF_IMAGES: dict[str, Callable[..., Any]] = {
-    **{f"adaptive_avg_pool{n}d": partial(adaptive_pool, _mean) for n in (1, 2, 3)},
-    **{f"adaptive_max_pool{n}d": adaptive_max_pool for n in (1, 2, 3)},
+    **{f"adaptive_avg_pool{n}d": partial(adaptive_pool, jnp.mean) for n in (1, 2, 3)},
+    **{f"adaptive_max_pool{n}d": lambda x, size: (adaptive_pool(largest, x, size), None) for n in (1, 2, 3)},
     **{f"avg_pool{n}d": partial(avg_pool, n) for n in (1, 2, 3)},
     **{f"max_pool{n}d": partial(max_pool, n) for n in (1, 2, 3)},
 }

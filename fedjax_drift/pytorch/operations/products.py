@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,11 +28,6 @@ def plus(product: Callable[[Array, Array], Array]) -> Callable[..., Array]:
     return added
 
 
-def einsum(equation: str, operands: Sequence[Array], path: Sequence[int] | None = None) -> Array:
-    """The path is an order of the products. JAX finds its own."""
-    return jnp.einsum(equation, *operands)
-
-
 def cosine_similarity(x: Array, y: Array, dim: int = 1, eps: float = 1e-8) -> Array:
     """The bound of the norms has no part in the gradient, as in PyTorch."""
     x, y = jnp.broadcast_arrays(*promoted(x, y))
@@ -54,19 +49,8 @@ def distances(x: Array, y: Array, p: float = 2, compute_mode: int | None = None)
     return largest[..., 0] + jnp.where(size == largest, size - lax.stop_gradient(size), 0).sum(-1)
 
 
-def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
-    y = x @ weight.T
-    return y if bias is None else y + bias
-
-
-def bilinear(x: Array, y: Array, weight: Array, bias: Array | None = None) -> Array:
-    z = jnp.einsum("...i,oij,...j->...o", x, weight, y)
-    return z if bias is None else z + bias
-
-
-def cross(x: Array, y: Array, dim: int = -1) -> Array:
-    x, y = jnp.broadcast_arrays(x, y)
-    return jnp.cross(x, y, axis=dim)
+def plus_bias(x: Array, bias: Array | None) -> Array:
+    return x if bias is None else x + bias
 
 
 def solve(x: Array, y: Array, left: bool = True) -> Array:
@@ -89,19 +73,19 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "addbmm": plus(lambda x, y: jnp.einsum("bij,bjk->ik", x, y)),
     "addmm": plus(jnp.matmul),
     "addmv": plus(jnp.matmul),
-    "bilinear": bilinear,
+    "bilinear": lambda x, y, weight, bias=None: plus_bias(jnp.einsum("...i,oij,...j->...o", x, weight, y), bias),
     "bmm": jnp.matmul,
     "cdist": distances,
     "cosine_similarity": cosine_similarity,
     "dot": jnp.dot,
-    "einsum": einsum,
+    "einsum": lambda equation, operands, path=None: jnp.einsum(equation, *operands),
     "linalg_cholesky": cholesky,
-    "linalg_cross": cross,
+    "linalg_cross": lambda x, y, dim=-1: jnp.cross(*jnp.broadcast_arrays(x, y), axis=dim),
     "linalg_det": jnp.linalg.det,
     "linalg_inv": jnp.linalg.inv,
     "linalg_slogdet": lambda x: tuple(jnp.linalg.slogdet(x)),
     "linalg_solve": solve,
-    "linear": linear,
+    "linear": lambda x, weight, bias=None: plus_bias(x @ weight.T, bias),
     "matmul": jnp.matmul,
     "mm": jnp.matmul,
     "mv": jnp.matmul,

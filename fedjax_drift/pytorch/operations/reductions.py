@@ -31,16 +31,8 @@ def _along(x: Array, dim: int) -> tuple[Array, int]:
     return (x[None], 0) if x.ndim == 0 else (x, dim % x.ndim)
 
 
-def total(x: Array, dim: Axes = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    return counted(x, dtype).sum(axes_of(x, dim), keepdims=keepdim)
-
-
 def mean(x: Array, dim: Axes = None, keepdim: bool = False, dtype: Any = None) -> Array:
     return cast(x, dtype).mean(axes_of(x, dim), keepdims=keepdim)
-
-
-def product(x: Array, dim: int | None = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    return counted(x, dtype).prod(axes_of(x, dim), keepdims=keepdim)
 
 
 def variance(x: Array, dim: Axes = None, *, correction: float | None = None, keepdim: bool = False) -> Array:
@@ -101,14 +93,6 @@ def best(x: Array, dim: int, keepdim: bool, arg: Callable[..., Array]) -> tuple[
     return (values, where) if keepdim else (values.squeeze(dim), where.squeeze(dim))
 
 
-def largest(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-    return best(x, dim, keepdim, jnp.argmax)
-
-
-def smallest(x: Array, dim: int, keepdim: bool = False) -> tuple[Array, Array]:
-    return best(x, dim, keepdim, jnp.argmin)
-
-
 @partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _peak(x: Array, arg: Callable[..., Array]) -> Array:
     """The largest or smallest values along the last axis. Equal ones share the gradient."""
@@ -140,25 +124,14 @@ def over_axes(arg: Callable[..., Array]) -> Callable[..., Array]:
 amax, amin = over_axes(jnp.argmax), over_axes(jnp.argmin)
 
 
-def place(arg: Callable[..., Array]) -> Callable[..., Array]:
-    """argmax, argmin."""
-
-    def found(x: Array, dim: int | None = None, keepdim: bool = False) -> Array:
-        return arg(x, None if x.ndim == 0 else dim, keepdims=keepdim)
-
-    return found
+def topk(x: Array, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> Any:
+    pair, axis = sort(x, dim, largest), dim % max(x.ndim, 1)
+    return pair if x.ndim == 0 else tuple(lax.slice_in_dim(each, 0, k, axis=axis) for each in pair)
 
 
-def topk(x: Array, k: int, dim: int = -1, largest: bool = True, ordered: bool = True) -> tuple[Array, Array]:
-    values, where = sort(x, dim, largest)
-    return (
-        (values, where)
-        if x.ndim == 0
-        else (
-            lax.slice_in_dim(values, 0, k, axis=dim % x.ndim),
-            lax.slice_in_dim(where, 0, k, axis=dim % x.ndim),
-        )
-    )
+def kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> Any:
+    pair, axis = sort(x, dim), dim % max(x.ndim, 1)
+    return pair if x.ndim == 0 else tuple(lax.index_in_dim(each, k - 1, axis, keepdim) for each in pair)
 
 
 def sort(x: Array, dim: int = -1, descending: bool = False, stable: bool | None = True) -> tuple[Array, Array]:
@@ -166,16 +139,6 @@ def sort(x: Array, dim: int = -1, descending: bool = False, stable: bool | None 
     y, axis = _along(x, dim)
     where = jnp.argsort(y, axis, stable=True, descending=descending)
     return _at(y, axis, where).reshape(x.shape), where.reshape(x.shape)
-
-
-def kthvalue(x: Array, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Array, Array]:
-    return _picked(sort(x, dim), x, k - 1, dim, keepdim)
-
-
-def _picked(pair: tuple[Array, Array], x: Array, k: int, dim: int, keepdim: bool) -> Any:
-    if x.ndim == 0:
-        return pair
-    return tuple(lax.index_in_dim(each, k, dim % x.ndim, keepdims=keepdim) for each in pair)
 
 
 def median(x: Array, dim: int | None = None, keepdim: bool = False) -> Any:
@@ -228,14 +191,6 @@ def running(function: Callable[..., Array]) -> Callable[..., tuple[Array, Array]
     return along
 
 
-def softmax(x: Array, dim: int, dtype: Any = None) -> Array:
-    return jax.nn.softmax(cast(x, dtype), axes_of(x, dim))
-
-
-def log_softmax(x: Array, dim: int, dtype: Any = None) -> Array:
-    return jax.nn.log_softmax(cast(x, dtype), axes_of(x, dim))
-
-
 def truth(function: Callable[..., Array]) -> Callable[..., Array]:
     """any, all. Of uint8 they are uint8. An empty list of axes is none here, and not all of them."""
 
@@ -252,29 +207,29 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "amax": amax,
     "amin": amin,
     "any": truth(jnp.any),
-    "argmax": place(jnp.argmax),
-    "argmin": place(jnp.argmin),
+    "argmax": lambda x, dim=None, keepdim=False: jnp.argmax(x, dim if x.ndim else None, keepdims=keepdim),
+    "argmin": lambda x, dim=None, keepdim=False: jnp.argmin(x, dim if x.ndim else None, keepdims=keepdim),
     "cummax": running(lax.cummax),
     "cummin": running(lax.cummin),
     "cumprod": cumulative(jnp.cumprod),
     "cumsum": cumulative(jnp.cumsum),
     "kthvalue": kthvalue,
     "linalg_vector_norm": norm,
-    "log_softmax": log_softmax,
+    "log_softmax": lambda x, dim, dtype=None: jax.nn.log_softmax(cast(x, dtype), axes_of(x, dim)),
     "logcumsumexp": logcumsumexp,
     "logsumexp": logsumexp,
     "max": amax,
-    "max.dim": largest,
+    "max.dim": lambda x, dim, keepdim=False: best(x, dim, keepdim, jnp.argmax),
     "mean": mean,
     "median": median,
     "min": amin,
-    "min.dim": smallest,
-    "prod": product,
-    "softmax": softmax,
+    "min.dim": lambda x, dim, keepdim=False: best(x, dim, keepdim, jnp.argmin),
+    "prod": lambda x, dim=None, keepdim=False, dtype=None: counted(x, dtype).prod(axes_of(x, dim), keepdims=keepdim),
+    "softmax": lambda x, dim, dtype=None: jax.nn.softmax(cast(x, dtype), axes_of(x, dim)),
     "sort": sort,
     "std.correction": deviation,
     "std_mean.correction": with_mean(deviation),
-    "sum": total,
+    "sum": lambda x, dim=None, keepdim=False, dtype=None: counted(x, dtype).sum(axes_of(x, dim), keepdims=keepdim),
     "topk": topk,
     "var.correction": variance,
     "var_mean.correction": with_mean(variance),

@@ -25,14 +25,6 @@ def view(x: Array, shape: Any) -> Array:
     return x.reshape(tuple(shape))
 
 
-def transpose(x: Array, dim: int = 0, other: int = 1) -> Array:
-    return jnp.swapaxes(x, dim, other) if x.ndim > 1 else x
-
-
-def permute(x: Array, dims: Sequence[int]) -> Array:
-    return jnp.transpose(x, tuple(dims))
-
-
 def squeeze(x: Array, dim: Axes = None) -> Array:
     if x.ndim == 0:
         return x
@@ -43,10 +35,6 @@ def squeeze(x: Array, dim: Axes = None) -> Array:
 def expand(x: Array, shape: Sequence[int], implicit: bool = False) -> Array:
     missing = len(shape) - x.ndim
     return jnp.broadcast_to(x, tuple(x.shape[i - missing] if n == -1 else n for i, n in enumerate(shape)))
-
-
-def repeat(x: Array, repeats: Sequence[int]) -> Array:
-    return jnp.tile(x, tuple(repeats))
 
 
 def repeat_interleave(x: Array, repeats: int, dim: int | None = None, output_size: int | None = None) -> Array:
@@ -72,10 +60,6 @@ def split(x: Array, size: int | Sequence[int], dim: int = 0) -> list[Array]:
         n = x.shape[dim]
         size = [min(size, n - start) for start in range(0, n, size)] if n else [0]
     return jnp.split(x, np.cumsum(size)[:-1].tolist(), dim)
-
-
-def unbind(x: Array, dim: int = 0) -> list[Array]:
-    return list(jnp.unstack(x, axis=dim))
 
 
 def _pairs(x: Array, amounts: Sequence[int]) -> list[tuple[int, int]]:
@@ -116,16 +100,16 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "cat": concatenate,
     "constant_pad_nd": constant_pad,
     "expand": expand,
-    "permute": permute,
-    "repeat": repeat,
+    "permute": lambda x, dims: jnp.transpose(x, tuple(dims)),
+    "repeat": lambda x, repeats: jnp.tile(x, tuple(repeats)),
     "repeat_interleave": repeat_interleave,
     "split": split,
     "split_with_sizes": split,
     "squeeze": squeeze,
     "stack": stack,
-    "t": transpose,
-    "transpose": transpose,
-    "unbind": unbind,
+    "t": lambda x: x.T,
+    "transpose": lambda x, dim, other: jnp.swapaxes(x, dim, other) if x.ndim else x,
+    "unbind": lambda x, dim=0: list(jnp.unstack(x, axis=dim)),
     "unfold": unfold,
     "unsafe_split": split,
     "unsqueeze": jnp.expand_dims,

@@ -27,18 +27,6 @@ def to_real(x: Array, dim: Sequence[int], norm: int, last: int) -> Array:
     return jnp.fft.irfftn(x, (*(x.shape[axis] for axis in dim[:-1]), last), dim, INVERSE[norm])
 
 
-def view_as_real(x: Array) -> Array:
-    return jnp.stack([x.real, x.imag], -1)
-
-
-def view_as_complex(x: Array) -> Array:
-    return lax.complex(x[..., 0], x[..., 1])
-
-
-def polar(size: Array, angle: Array) -> Array:
-    return lax.complex(size * jnp.cos(angle), size * jnp.sin(angle))
-
-
 ARRAYS: dict[str, Callable[..., Any]] = {
     "_conj": jnp.conj,
     "_fft_c2c": of_complex,
@@ -46,7 +34,7 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "_fft_r2c": of_real,
     "angle": jnp.angle,
     "complex": lambda x, y: lax.complex(*jnp.broadcast_arrays(x, y)),
-    "polar": polar,
-    "view_as_complex": view_as_complex,
-    "view_as_real": view_as_real,
+    "polar": lambda size, angle: lax.complex(size * jnp.cos(angle), size * jnp.sin(angle)),
+    "view_as_complex": lambda x: lax.complex(x[..., 0], x[..., 1]),
+    "view_as_real": lambda x: jnp.stack([x.real, x.imag], -1),
 }
