@@ -16,7 +16,7 @@ import pytest
 import fedjax_drift as fd
 from fedjax_drift import recipes
 from fedjax_drift.errors import ConfigurationError
-from fedjax_drift.pytorch.names import flat, nested
+from fedjax_drift.pytorch.network import flat, nested
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 sys.path.append(str(Path(__file__).parents[1] / "experiments" / "benchmarks"))

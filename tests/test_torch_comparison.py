@@ -13,7 +13,7 @@ import pytest
 import fedjax_drift as fd
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.pytorch import operations
-from fedjax_drift.pytorch.names import flat
+from fedjax_drift.pytorch.network import flat
 
 torch = pytest.importorskip("torch", reason="needs PyTorch")
 

@@ -33,7 +33,7 @@ from torch import nn
 
 import fedjax_drift as fd
 from fedjax_drift.pytorch import reading
-from fedjax_drift.pytorch.names import flat
+from fedjax_drift.pytorch.network import flat
 
 
 class Case(NamedTuple):

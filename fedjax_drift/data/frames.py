@@ -36,19 +36,12 @@ def from_pandas(
     Args:
       frame: one row per example.
       x: the column of the inputs, or a list of columns. They must be numeric.
-      y: the column of the labels.
-      client: the column of the clients, integers or strings. The clients are sorted, and their names are these values.
-      partition: a partitioner of `fd.partition`, which gets the labels. Pass either ``client`` or ``partition``.
+      y, client, partition, client_tests, name: as in `from_huggingface`.
       test: a frame with the test set. Default: no test set.
       dtype: the dtype of the inputs. Default: float32.
-      client_tests: whether every client has its own test examples, which needs the column ``client`` in ``test``.
-        Default: True if all clients of the test set are training clients, otherwise the test set is pooled.
-      name: the name of the data set in plots and logs. Default: "data".
 
     Raises:
-      ValueError: a column is missing, has missing values, or has numbers that the dtype can't hold; an input is no
-        number; or a label of ``test`` is not in ``frame``. The message names the column. Or an argument has a wrong
-        value.
+      ValueError: as in `from_huggingface`.
       ImportError: pandas is not installed.
     """
     files.require("pandas", "from_pandas")

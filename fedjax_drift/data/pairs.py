@@ -44,14 +44,13 @@ def from_torch(
       dataset: M examples of one shape.
       client_of: the client of each example: M integers or strings, or a function of the number of the example. The
         clients are sorted, and their names are these values.
-      partition: a partitioner of `fd.partition`, which gets the labels. Pass either ``client_of`` or ``partition``.
+      partition, name: as in `from_huggingface`. Pass either ``client_of`` or ``partition``.
       test: the test set, such a data set. Default: no test set.
       test_client_of: the client of each test example, like ``client_of``. Default: the test set is pooled.
       channels_first: whether the inputs are arrays [C, H, W], as torchvision's ToTensor makes them. They become
         [H, W, C], which the models of this library need.
       client_tests: whether every client has its own test examples. Default: True if ``test_client_of`` is given and
         all clients of the test set are training clients, otherwise the test set is pooled.
-      name: the name of the data set in plots and logs.
 
     Raises:
       ValueError: the examples are not pairs of numbers of one shape, or a number does not fit in float32. Or an

@@ -148,7 +148,6 @@ def lora(
                 rank,
                 "use a smaller rank, or leave this matrix out of where=",
             )
-    _warn_of_large_adapters({path: sides[path] for path in adapted}, named_shapes, rank)
     _check_base(base, shapes)
     frozen = _frozen(model, base, lambda path: path not in trained, frozen_dtype)
     return _with_adapters(frozen, _start(model, base, trained), model, shapes, trained, adapted, rank, scale)
@@ -200,18 +199,6 @@ def merge(
     shapes = _shapes(model)
     _check_layout("params", params, shapes, "pass state.params of a simulation of this model")
     return model.merged(jax.tree.map(jnp.asarray, _unnamed(by_path(params), shapes)))
-
-
-def _warn_of_large_adapters(sides: dict[str, tuple[int, ...]], shapes: Named, rank: int) -> None:
-    """Warns if adapters have more parameters than their matrices, as for the kernels [in, heads, out] of attention."""
-    large = [path for path, matrix in sides.items() if rank * sum(matrix) > math.prod(matrix)]
-    if large:
-        path, matrix = large[0], [*sides[large[0]]]
-        checks.warn(
-            f"adapters of rank {rank} have more parameters than the matrices {matrix} of {path} "
-            f"{[*shapes[path].shape]}: use a smaller rank, or leave it out of where= (other axes count as a stack of "
-            "matrices)"
-        )
 
 
 def _is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:
@@ -332,18 +319,11 @@ def _check_layout(name: str, params: Any, shapes: PyTree, fix: str) -> None:
 
 
 def _check_base(base: Params | None, shapes: PyTree) -> None:
-    """Raises ConfigurationError for a base of other shapes, that was donated, or that is not floating-point where the
-    model is."""
+    """Raises ConfigurationError for a base of other shapes, or that is not floating-point where the model is."""
     if base is None:
         return
     _check_layout("base", base, shapes, BASE)
     for (path, value), wanted in zip(by_path(base).items(), by_path(shapes).values(), strict=True):
-        if isinstance(value, jax.Array) and value.is_deleted():
-            checks.refuse(
-                "base must be valid",
-                "parameters that were donated to a round",
-                "pass jax.device_get(params) from before that round",
-            )
         kind = getattr(value, "dtype", np.asarray(value).dtype)
         if jnp.issubdtype(wanted.dtype, jnp.floating) and not jnp.issubdtype(kind, jnp.floating):
             checks.refuse(f"base must have a floating dtype at {path}", kind, BASE)

@@ -9,7 +9,7 @@ import numpy as np
 from fedjax_drift import checks
 from fedjax_drift.data import files
 from fedjax_drift.leaves import arrays
-from fedjax_drift.pytorch.names import flat
+from fedjax_drift.pytorch.network import flat
 from fedjax_drift.types import Params
 
 NAMES = {"kernel": "weight", "scale": "weight", "table": "weight"}  # PyTorch's names of parameters

@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from fedjax_drift import axes, batch_norm, checks
 from fedjax_drift.batch_norm import Kept, Statistics, collections, whole
@@ -19,7 +21,6 @@ from fedjax_drift.checks import first_line
 from fedjax_drift.errors import ConfigurationError, MissingPackageError
 from fedjax_drift.pytorch import comparison, export, graph, reading
 from fedjax_drift.pytorch.graph import Graph
-from fedjax_drift.pytorch.names import flat, nested
 from fedjax_drift.pytorch.operations.images import Images
 from fedjax_drift.pytorch.operations.mode import Mode
 from fedjax_drift.pytorch.run import run
@@ -28,6 +29,8 @@ from fedjax_drift.tree import PyTree
 
 Named = dict[str, np.ndarray]  # by the name in PyTorch's state dict
 Params = Any
+nested = partial(unflatten_dict, sep=".")  # {"conv1.weight": w} -> {"conv1": {"weight": w}}
+flat = partial(flatten_dict, sep=".")
 
 
 class Network:

@@ -53,6 +53,11 @@ def plus_bias(x: Array, bias: Array | None) -> Array:
     return x if bias is None else x + bias
 
 
+def cross(x: Array, y: Array, dim: int = -1) -> Array:
+    x, y = jnp.broadcast_arrays(x, y)
+    return jnp.cross(x, y, axis=dim)
+
+
 def solve(x: Array, y: Array, left: bool = True) -> Array:
     if not left:
         return jnp.swapaxes(solve(jnp.swapaxes(x, -1, -2), jnp.swapaxes(y, -1, -2)), -1, -2)
@@ -80,7 +85,7 @@ ARRAYS: dict[str, Callable[..., Any]] = {
     "dot": jnp.dot,
     "einsum": lambda equation, operands, path=None: jnp.einsum(equation, *operands),
     "linalg_cholesky": cholesky,
-    "linalg_cross": lambda x, y, dim=-1: jnp.cross(*jnp.broadcast_arrays(x, y), axis=dim),
+    "linalg_cross": cross,
     "linalg_det": jnp.linalg.det,
     "linalg_inv": jnp.linalg.inv,
     "linalg_slogdet": lambda x: tuple(jnp.linalg.slogdet(x)),
