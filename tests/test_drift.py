@@ -41,12 +41,15 @@ def softmax_regression() -> fd.Model:
     return fd.Model(lambda key: jax.random.normal(key, (FEATURES, C)), lambda w, x: x @ w)
 
 
+MODEL = softmax_regression()  # simulations of the same model share their programs
+
+
 def simulate(data, measure=(), algorithm=None, devices=1, **options) -> fd.Simulation:
     options = {"cohort_size": 4, "eval_batch_size": 5} | options
     options.setdefault("local", fd.LocalTraining(epochs=EPOCHS, batch_size=100, lr=LR))  # one step per epoch
     mesh = clients_mesh(jax.devices()[:devices])
     algorithm = algorithm or fd.algorithms.fedavg()
-    return fd.Simulation(softmax_regression(), data, algorithm, measure=measure, mesh=mesh, **options)
+    return fd.Simulation(MODEL, data, algorithm, measure=measure, mesh=mesh, **options)
 
 
 def log_softmax(z):

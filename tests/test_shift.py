@@ -302,6 +302,7 @@ def test_groups_of_rotated_clients_are_tested_on_images_with_their_own_rotation(
     np.testing.assert_allclose(data.examples(3)[0], other.examples(3)[0], atol=1e-5)
 
 
+@pytest.mark.thorough
 def test_a_shift_of_the_labels_says_which_domain_an_example_has() -> None:
     """Of two domains, agnostic weighs the one with the larger loss more. The model takes the class from the label."""
     data = DATA.shifted(ROTATED).shifted(lambda key, t, client, x, y: (x, y + C * (client % 2)))

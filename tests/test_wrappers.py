@@ -171,11 +171,6 @@ def test_wrappers_of_wrappers_call_all_functions(outer, inner) -> None:
     check_calls(wrap, BATCH_NORM["average"], {"personal"} if {outer, inner} & {*PERSONAL} else set())
 
 
-def test_partly_shared_refuses_personal_models() -> None:
-    with pytest.raises(ConfigurationError, match="base must be an algorithm without personal models"):
-        a.partly_shared(a.ditto())
-
-
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
