@@ -43,6 +43,7 @@ from flax import nnx
 import fedjax_drift as fd
 from fedjax_drift import cli, spec
 from fedjax_drift.checks import shown
+from fedjax_drift.data.datasets import RECORDS as DATA_SETS
 from fedjax_drift.measures.drift import MEASURES
 
 HANG_SECONDS = 300
@@ -625,20 +626,14 @@ def datasets() -> Iterator[Call]:
     recipes = [open, object, int, lambda y, writer: [[0]], lambda y, writer: 3]
     factories, few = [fd.partition.iid, fd.partition.long_tailed], fd.partition.iid(2)
     nonsense = [*(value for value in ANYTHING if not callable(value)), *factories]
-    spread = Kind([*NO_NUMBER, -1], [0, np.float32(1)])
     kinds = {
         "name": choice("synthetic"),
         "partition": optional(Kind(nonsense, [None, few, fd.partition.long_tailed(few)], recipes)),
         "data_dir": optional(path()),
-        **dict.fromkeys(("alpha", "beta"), spread),
-        "num_clients": optional(integer()),
-        "num_rows": optional(integer(2, sound=[np.int64(50)])),
-        "variant": choice("feddyn", "fedprox"),
-        **dict.fromkeys(("iid_sol", "iid_data"), optional(flag())),
         "download": Kind(flag().nonsense, [False]),
     }
-    yield of(fd.datasets.load, {"name": "synthetic", "num_clients": 3}, **kinds)
-    glyphs = {"num_writers": integer(sound=[np.int64(2)]), "num_classes": optional(integer(1, 62, [np.int64(10)]))}
+    synthetic, glyphs = (declared(DATA_SETS[name].read) for name in ("synthetic", "glyphs"))
+    yield of(fd.datasets.load, {"name": "synthetic", "num_clients": 3}, **synthetic | kinds)
     yield Call("load glyphs", fd.datasets.load, {"name": "glyphs", "num_writers": 2}, glyphs)
     yield of(fd.datasets.locate, {"name": "mnist"}, name=choice("mnist"), data_dir=optional(path()))
     yield of(fd.datasets.num_classes, name=choice("mnist"))
