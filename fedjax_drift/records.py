@@ -1,13 +1,7 @@
 """Reads the records of runs, and computes how many rounds a run needs to reach a target.
 
-`Records`, the type of the argument ``records`` here and in `plots`, is one of these:
-
-- a list: the records of a history, as `Simulation.run` returns it, or of a log, as `logs.read` returns them; or
-  histories, one per seed; or runs, as `fd.sweep` and `fd.load_run` return them. A single run needs no list.
-- the path of a log: the folder or file of a `logs.Log`, or the output folder of ``fedjax-drift run``; or the path of a
-  folder whose subfolders have logs, which are runs with the names of the subfolders.
-- a dict from a name to one of the above. What has several algorithms or settings gives several runs, and their names
-  begin with that name.
+The module `plots` lists the forms of `Records`, the type of the argument ``records`` here and there. What has several
+algorithms or settings gives several runs. In a dict, their names begin with the name in the dict.
 """
 
 from __future__ import annotations

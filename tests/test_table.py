@@ -43,23 +43,18 @@ def test_scores_intervals_and_paired_tests_are_those_of_scipy():
     a, b, c = map(scores, (A, B, C))
     table = rows()
     for name, values in (("Fed_Avg", a), ("B & Co", b), ("C", c)):
-        low, high = stats.t.interval(0.95, 3, np.mean(list(values.values())), stats.sem(list(values.values())))
-        expected = [4, np.mean(list(values.values())), low, high]
-        assert numbers(table[name], "seeds", "accuracy", "accuracy_low_95", "accuracy_high_95") == pytest.approx(
-            expected, rel=1e-5
-        )
-    common = [1, 2, 3]  # B has no seed 0, and the baseline has no seed 9
-    tests = [
-        stats.ttest_rel([b[s] for s in common], [a[s] for s in common]),
-        stats.ttest_rel([*c.values()], [*a.values()]),
-    ]
+        of = [*values.values()]
+        expected = [4, np.mean(of), *stats.t.interval(0.95, 3, np.mean(of), stats.sem(of))]
+        shown = numbers(table[name], "seeds", "accuracy", "accuracy_low_95", "accuracy_high_95")
+        assert shown == pytest.approx(expected, rel=1e-5)
+    # B has no seed 0, and the baseline has no seed 9.
+    tests = [stats.ttest_rel(*([of[s] for s in common] for of in (x, a))) for x, common in ((b, (1, 2, 3)), (c, a))]
     assert tests[1].pvalue < tests[0].pvalue < 2 * tests[1].pvalue + 0.01  # so Holm doubles that of C
     larger = max(tests[0].pvalue, 2 * tests[1].pvalue)
     for name, test, pairs, corrected in (("B & Co", tests[0], 3, larger), ("C", tests[1], 4, 2 * tests[1].pvalue)):
         low, high = test.confidence_interval(0.95)
-        assert numbers(table[name], "pairs", "difference_low_95", "difference_high_95", "p", "p_holm") == pytest.approx(
-            [pairs, low, high, test.pvalue, corrected], rel=1e-4
-        )
+        shown = numbers(table[name], "pairs", "difference_low_95", "difference_high_95", "p", "p_holm")
+        assert shown == pytest.approx([pairs, low, high, test.pvalue, corrected], rel=1e-4)
     assert table["one"]["pairs"] == "0" and table["one"]["difference"] == table["one"]["accuracy_low_95"] == ""
     assert table["Fed_Avg"]["difference"] == "" and rows(baseline="C")["Fed_Avg"]["p"] == table["C"]["p"]
 
@@ -69,9 +64,8 @@ def test_diverged_runs_and_missed_targets_are_shown():
     assert numbers(table["D"], "seeds", "diverged", "accuracy", "reached") == [2, 1, 0.1, 0]
     assert table["D"]["difference"] == table["D"]["rounds_to_target"] == table["Fed_Avg"]["rounds_to_target"] == ""
     text = {line.split("|")[1].strip(): line for line in fd.table(RUNS, 2, target=0.7).splitlines() if "|" in line}
-    assert (
-        " 10.00 (1 of 2 diverged) |" in text["D"] and "not reached" in text["D"] and "> 30 (1 of 4)" in text["Fed_Avg"]
-    )
+    assert " 10.00 (1 of 2 diverged) |" in text["D"] and "not reached" in text["D"]
+    assert "> 30 (1 of 4)" in text["Fed_Avg"]
     assert "(3 pairs)" in text["B & Co"] and len(set(map(len, text.values()))) == 1
     assert "> 22.5 (3 of 4)" in text["B & Co"]
     lost = fd.table({"C": [run(math.nan), run(math.nan)], "short": run(0.5, 0.5, 0.5)})
@@ -81,15 +75,12 @@ def test_diverged_runs_and_missed_targets_are_shown():
 
 
 def test_seeds_are_paired_by_their_number_and_lists_by_position(tmp_path):
-    records = [
-        {"algorithm": name, "seed": s, **r} for name, seeds in (("a", A), ("b", B)) for s in seeds for r in seeds[s]
-    ]
+    every = [(name, seed, history) for name, seeds in (("a", A), ("b", B)) for seed, history in seeds.items()]
+    records = [{"algorithm": name, "seed": seed, **record} for name, seed, history in every for record in history]
     with fd.logs.Log(tmp_path) as log:
         for record in records:
             log(record)
-    loaded = [
-        fd.run_folder.LoadedRun(n, s, {}, h, None, None) for n, seeds in (("a", A), ("b", B)) for s, h in seeds.items()
-    ]
+    loaded = [fd.run_folder.LoadedRun(name, seed, {}, history, None, None) for name, seed, history in every]
     swept = {"a": of_seeds(A), "b": of_seeds(B)}
     assert fd.table(tmp_path) == fd.table(records) == fd.table(loaded) == fd.table(swept)
     assert "(3 pairs)" in fd.table(swept)
@@ -110,22 +101,13 @@ def test_latex_uses_booktabs_and_escapes_names():
 
 def test_holms_correction_and_equal_differences():
     """The smallest of m p-values is multiplied by m, the next one by m - 1, and so on. The order stays."""
-    assert fd.statistics.holm([0.01, 0.04, math.nan, 0.03, 0.005]) == pytest.approx(
-        [0.03, 0.06, math.nan, 0.06, 0.02], nan_ok=True
-    )
+    corrected = fd.statistics.holm([0.01, 0.04, math.nan, 0.03, 0.005])
+    assert corrected == pytest.approx([0.03, 0.06, math.nan, 0.06, 0.02], nan_ok=True)
     assert fd.statistics.holm([]) == []
-    above = {
-        "a": [run(0.5), run(0.6), run(0.7)],
-        "b": [run(0.4), run(0.5), run(0.6)],
-        "c": [run(0.5), run(0.6), run(0.7)],
-    }
-    b, c = [line.split("|")[-3:-1] for line in fd.table(above).splitlines()[3:5]]
-    assert [cell.strip() for cell in (*b, *c)] == [
-        "-10.00 ± 0.00",
-        "-",
-        "+0.00 ± 0.00",
-        "1.000",
-    ]  # rounding is no spread
+    seeds = {"a": (0.5, 0.6, 0.7), "b": (0.4, 0.5, 0.6), "c": (0.5, 0.6, 0.7)}
+    above = fd.table({name: [*map(run, values)] for name, values in seeds.items()})
+    b, c = [[cell.strip() for cell in line.split("|")[-3:-1]] for line in above.splitlines()[3:5]]
+    assert b == ["-10.00 ± 0.00", "-"] and c == ["+0.00 ± 0.00", "1.000"]  # rounding is no spread
 
 
 @pytest.mark.parametrize(

@@ -126,9 +126,7 @@ def adamw(
 
 def muon(beta: float = 0.95) -> optax.GradientTransformation:
     """Returns Muon for matrices, and Adam for all other parameters."""
-    return optax.chain(
-        optax.contrib.muon(1.0, beta=beta), optax.scale(-1.0)
-    )  # optax.muon returns a direction of descent
+    return optax.chain(optax.contrib.muon(1.0, beta=beta), optax.scale(-1.0))  # it returns a direction of descent
 
 
 OPTIMIZERS = {

@@ -74,14 +74,9 @@ def fairness(scores: Mapping[str, Any], path: FilePath = None, *, style: AnyStyl
             panels[entry][label] = _worst_first(values[entry], key)._replace(note=note)
     if not any(line.x.size for lines in panels.values() for line in lines.values()):
         checks.refuse("fairness needs the scores of at least 1 client", "none", "pass evaluate_clients(state)")
-    figure = figure_of_panels(
-        "fairness",
-        [Panel(title, ylabel, panels[entry], steps=True) for entry, title in titles.items()],
-        "pass evaluate_clients(state) of a federation with test examples",
-        style,
-        "Clients, the worst first (%)",
-        "Mean of the worst 10 % of the clients",
-    )
+    shown = [Panel(title, ylabel, panels[entry], steps=True) for entry, title in titles.items()]
+    texts = "Clients, the worst first (%)", "Mean of the worst 10 % of the clients"
+    figure = figure_of_panels("fairness", shown, "pass evaluate_clients(state)", style, *texts)
     for axes in figure.axes:
         axes.axvspan(0, 10, color=ink(axes), alpha=0.08, linewidth=0, zorder=0)
         axes.set_xlim(0, 100)
@@ -245,9 +240,5 @@ def _worst_first(values: np.ndarray, key: str) -> Line:
 def _worst(values: Mapping[str, np.ndarray], key: str) -> str:
     """Returns the means of the worst 10 % in words. values: entry -> the scores of the clients."""
     factor, unit, worst = (100, " %", "lowest_10") if key == "accuracy" else (1, "", "highest_10")
-    words = [
-        f"{'own models ' if entry != key else ''}{factor * summary(scores)[worst]:.3g}{unit}"
-        for entry, scores in values.items()
-        if scores.size
-    ]
-    return ", ".join(words)
+    means = {entry: f"{factor * summary(of)[worst]:.3g}{unit}" for entry, of in values.items() if of.size}
+    return ", ".join("own models " * (entry != key) + mean for entry, mean in means.items())

@@ -238,11 +238,8 @@ def rounds_to_target(
     axes = figure.subplots()
     draw_bars(reached, runs, axes, by)
     axes.set_yticks(range(len(labels)), labels)
-    goal = (
-        f"{100 * float(target):g} % test accuracy"
-        if key == "accuracy"
-        else f"{key.replace('_', ' ')} {float(target):g}"
-    )
+    target = float(target)
+    goal = f"{100 * target:g} % test accuracy" if key == "accuracy" else f"{key.replace('_', ' ')} {target:g}"
     axes.set_title(f"{UNITS[by]} to {goal}")
     return finished(figure, path)
 
@@ -265,17 +262,15 @@ def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes, 
     from matplotlib.patheffects import withStroke
 
     paper = axes.get_facecolor()
-    smallest = 1 if by == "round" else 0  # a shorter interval isn't drawn
+    smallest, coarse = 1 if by == "round" else 0, False  # a shorter interval isn't drawn
     outline = [withStroke(linewidth=2.5, foreground=paper)]  # the line can be seen on a bar of any colour
     for i, (name, seeds) in enumerate(reached.items()):
         shade = look([*runs].index(name), axes)["color"]
         needed = np.array([seed.after if seed.round is None else seed.round for seed in seeds], float)
         several = len(needed) > 1
         missed = sum(seed.round is None for seed in seeds)
-        style: dict[str, Any] = (
-            {"facecolor": "none", "hatch": "///", "edgecolor": shade} if missed else {"color": shade}
-        )
-        axes.barh(i, needed.mean(), height=0.62, **style)
+        hatched: dict[str, Any] = {"facecolor": "none", "hatch": "///", "edgecolor": shade}
+        axes.barh(i, needed.mean(), height=0.62, **(hatched if missed else {"color": shade}))
         text = f"{'mean ' if several else ''}{'> ' if missed else ''}{needed.mean():,.4g}"
         if missed and several:
             text += f" ({len(needed) - missed} of {len(needed)} seeds)"
@@ -284,6 +279,7 @@ def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes, 
         for seed, y in zip(seeds, heights, strict=True):
             if seed.round is not None and seed.round - seed.after > smallest:
                 axes.plot([seed.after, seed.round], [y, y], color=ink(axes), linewidth=1, path_effects=outline)
+                coarse = True
         for marker, missing in (("o", False), (">", True)):
             at = [n for n, seed in enumerate(seeds) if several and (seed.round is None) == missing]
             if at:
@@ -293,9 +289,6 @@ def draw_bars(reached: Mapping[str, Sequence[Reached]], runs: Runs, axes: Axes, 
     room = max(0.6, (3 - len(reached)) / 2)  # so that a single bar is not as high as the axes
     axes.set_ylim(len(reached) - 1 + room, -room)
     axes.margins(x=0.14)
-    coarse = any(
-        seed.round is not None and seed.round - seed.after > smallest for seeds in reached.values() for seed in seeds
-    )
     since = " of the first evaluation at the target\n(line: since the evaluation before)" if coarse else ""
     axes.set_xlabel(f"{AXIS[by]}{since}")
     add_grid(axes, counts=by == "round")

@@ -195,7 +195,7 @@ def check_same(path: Path, stored: dict[str, Any], current: dict[str, Any], stri
 
     def described(header: dict[str, Any]) -> dict[str, str]:
         plain = {name: str(header[name]) for name in ("num_clients", "byteorder")}
-        return plain | leaves_by_name(header["leaves"])
+        return plain | {f"leaf {path}": value for path, value in tree.described(header["leaves"]).items()}
 
     wrong = tree.differences(described(stored), described(current), "in the client store, not")
     changed, _ = differences(stored["identity"], current["identity"])
@@ -207,11 +207,6 @@ def check_same(path: Path, stored: dict[str, Any], current: dict[str, Any], stri
         raise OtherRunError(f"{message}: open it with the arguments of its run, or choose another folder")
     if changed:
         checks.warn(f"{message}: opened nevertheless, because strict=False")
-
-
-def leaves_by_name(layout: list[list]) -> dict[str, str]:
-    """Returns a dict from the name of a leaf to its dtype and shape."""
-    return {f"leaf {path}": value for path, value in tree.described(layout).items()}
 
 
 def damaged(path: Path, why: str) -> DamagedError:
