@@ -467,9 +467,7 @@ FORMATS = {
     }) for kind in ("jpeg", "webp")},
     "movielens npz": Format(
         *as_npz("movielens_latest_small.npz", **RATED),
-        dataset("movielens", size="latest-small", **SMALL), True, {
-            "a negative film": npz(**RATED | {"movie_id": RATED["movie_id"] - 25}),
-        },
+        dataset("movielens", size="latest-small", **SMALL), True,
     ),
     "idx gz": Format("emnist-letters-train-images-idx3-ubyte.gz", write_emnist, dataset("emnist"), True, {
         "three bytes": idx(b"\0\0\x08"),

@@ -49,7 +49,6 @@ MESSAGES = [
     ("tff sqlite, own", "pixels of another length", "must have as many values in each example, got 1 and others"),
     ("tff sqlite.lzma", "a header of 16 TiB", "damaged or of another kind .database disk image is malformed"),
     ("fedjax sqlite", "a folder", "Is a directory: check the file and its permissions"),
-    ("movielens npz", "a negative film", "movie_id must be an integer >= 1, got -5: copy or write the file again"),
     ("movielens ratings", "cut within the last line", "line 9 must be user::movie::stars::seconds as in ML-1M, got"),
     ("movielens ratings", "a field cut off", "line 9 must be user::movie::stars::seconds"),
     ("movielens users", "twice", "user 1 must have one line, got several"),

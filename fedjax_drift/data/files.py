@@ -36,8 +36,6 @@ class Column(NamedTuple):
     """Arrays of the same table must have the same number of rows. None: the array is a single number."""
     classes: int | None = None
     """Values must be in 0..classes-1. None: no check."""
-    lowest: int | None = None
-    """Lower bound of the values. None: no check."""
 
 
 Spec = Mapping[str, Column]
@@ -207,8 +205,6 @@ def _check(name: str, array: np.ndarray, column: Column) -> None:
         checks.refuse(f"{name} must have shape [{wanted}]", list(array.shape), "reshape it")
     if array.size == 0:
         checks.refuse(f"{name} must have at least 1 row", 0, "write the file again")
-    if column.lowest is not None and array.min() < column.lowest:
-        checks.refuse(f"{name} must be an integer >= {column.lowest}", array.min(), "copy or write the file again")
     if column.classes is not None and not 0 <= array.min() <= array.max() < column.classes:
         fix = "renumber the labels, or check that this is the right file"
         checks.refuse(f"{name} must be in 0..{column.classes - 1}", f"{array.min()}..{array.max()}", fix)

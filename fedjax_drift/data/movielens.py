@@ -183,11 +183,11 @@ def _read_1m(path: Path) -> Ratings:
 
 
 def _read_latest_small(path: Path) -> Ratings:
-    spec = {"user_id": Column(lowest=1), "movie_id": Column(lowest=1), "timestamp": Column(lowest=0)}
-    ids, movies, time = files.read_npz(path, spec).values()
+    ids, movies, time = files.read_npz(path, dict.fromkeys(("user_id", "movie_id", "timestamp"), Column())).values()
     known, user = np.unique(ids, return_inverse=True)
     item = np.unique(movies, return_inverse=True)[1] + 1  # 9,724 films, whose original ids go up to 193,609
-    for name, highest in (("user_id", known.max()), ("movie_id", item.max())):
-        if highest >= 2**15:
-            checks.refuse(f"cannot use {path}: {name} must be below {2**15}", highest, "use a smaller data set")
+    for what, numbers in (("user_id must be", known), ("the number of films must be", item)):
+        if not 0 < numbers.min() <= numbers.max() < 2**15:
+            got = f"{numbers.min()}..{numbers.max()}"
+            checks.refuse(f"cannot use {path}: {what} in 1..{2**15 - 1}", got, "use a smaller data set")
     return Ratings(user, item, time, np.pad(known[:, None], ((0, 0), (0, 4))), path)

@@ -7,7 +7,7 @@ A reader turns columns into arrays. It makes a `Table` of the training examples,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from numbers import Number
 from typing import Annotated, Any, NamedTuple, TypedDict
 
@@ -220,9 +220,7 @@ def pixels(image: Any, what: str, convert: str, scale: str) -> np.ndarray:
     """
     mode = f"mode {image.mode!r}"
     if image_files.is_deep(image):
-        numbers = "255 * numpy.asarray(image)" if image.mode == "F" else "numpy.asarray(image) // 257"
-        fix = f"scale the pixels to 0..255 {scale}, such as PIL.Image.fromarray(numpy.uint8({numbers}))"
-        checks.refuse(f"{what} must have 8 bits per channel", mode, fix)
+        checks.refuse(f"{what} must have 8 bits per channel", mode, f"scale the pixels to 0..255 {scale}")
     if image.mode not in ("L", "RGB"):
         checks.refuse(f"{what} must be grey or RGB (mode 'L' or 'RGB')", mode, f"convert it with {convert}")
     try:
@@ -250,14 +248,12 @@ def column_names(x: Any, y: Any, client: Any, known: Sequence[str]) -> list[str]
     if not listed:
         checks.refuse("x must be the name of a column, or a list of names", checks.shown(x))
     for name, column in [*(("x", one) for one in listed), ("y", y), ("client", client)]:
-        if isinstance(column, str) and column in known or name == "client" and column is None:
-            continue
-        if isinstance(column, str):
-            near = checks.nearest(column, known)
-            checks.refuse(f"{name} must be one of the columns {checks.listed(known)}", f"{column!r}{near}")
-        is_label = isinstance(column, Hashable) and column in set(known)  # a column without text as its name
-        fix = "rename the columns, frame.columns = frame.columns.map(str)" if is_label else "pass text"
-        checks.refuse(f"{name} must be the name of a column", checks.shown(column), fix)
+        if not (isinstance(column, str) and column in known or name == "client" and column is None):
+            near, fix = "", "pass text; for a frame, rename its columns with frame.columns.map(str)"
+            if isinstance(column, str):
+                near, fix = checks.nearest(column, known), ""
+            what = f"{name} must be one of the columns {checks.listed(known)}"
+            checks.refuse(what, f"{checks.shown(column)}{near}", fix)
     if len(listed) > 1 and y in listed:
         checks.refuse("x must not have the column of the labels", repr(y), "leave it out of x")
     return listed
