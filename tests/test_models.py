@@ -16,7 +16,7 @@ from jax import lax
 
 import fedjax_drift as fd
 from fedjax_drift import adapters
-from fedjax_drift.convolution import conv
+from fedjax_drift.convolution import conv, winograd
 from fedjax_drift.models import MODELS, layers, num_parameters
 
 pytestmark = pytest.mark.thorough
@@ -129,6 +129,8 @@ def test_equal_maxima_share_the_gradient_of_pooling(filters) -> None:
         (3, 20, (6, 5), 3, 2, 1),  # on a CPU: matrix product with a stride
         (3, 20, (6, 5), 3, 1, 2),  # on a CPU: XLA's convolution, then pooling
         (20, 3, (42, 41), 3, 1, 1),  # on a CPU: XLA's convolution in two chunks
+        (64, 65, (13, 12), 3, 1, 1),  # on a CPU: Winograd's algorithm
+        (64, 65, (5, 4), 3, 1, 1),  # on a CPU: matrix product of few patches
     ],
 )
 def test_values_and_derivatives_of_every_form_of_conv_match_lax_conv(
@@ -170,6 +172,27 @@ def test_values_and_derivatives_of_every_form_of_conv_match_lax_conv(
     with jax.enable_x64(True):
         theirs = jax.jit(partial(derivatives, reference))(*(a.astype(float) for a in arrays))
     assert_close(ours, theirs, 1e-4, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("size", "padding"),
+    [((50, 51), ((1, 1), (1, 1))), ((3, 3), ((0, 0), (0, 0))), ((1, 1), ((1, 1), (1, 1))), ((4, 6), ((2, 1), (0, 3)))],
+)
+def test_winograds_algorithm_is_exact_in_float64(size, padding) -> None:
+    """Also part by part, where tiles lie outside of the image, and with more padding than the kernel needs."""
+
+    def own(x, kernel):
+        return winograd.convolution.bind(layers.to_grid(x), kernel, padding=padding).transpose(3, 1, 2, 0)
+
+    with jax.enable_x64(True):
+        x, kernel = (jnp.asarray(each, float) for each in drawn((4, *size, 32), (3, 3, 32, 33)))
+        axes = ("NHWC", "HWIO", "NHWC")
+        other = partial(lax.conv_general_dilated, window_strides=(1, 1), padding=padding, dimension_numbers=axes)
+        reference, gradients = jax.vjp(other, x, kernel)
+        result, own_gradients = jax.vjp(own, x, kernel)
+        assert result.dtype == float
+        for ours, theirs in zip((result, *own_gradients(result)), (reference, *gradients(result)), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-12 * jnp.abs(theirs).max())
 
 
 def test_derivatives_on_a_cpu_use_no_grouped_convolution() -> None:

@@ -6,29 +6,34 @@ CNN) as long.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
-from fedjax_drift.convolution import windows
+from fedjax_drift.convolution import bilinear, windows, winograd
 from fedjax_drift.convolution.windows import Padding
 
 
 def convolve(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, pool: int) -> jax.Array:
     """The implementation of `conv.conv` that is fastest on one core."""
     h, w, C, F = kernel.shape
+    H, W = windows.positions(x, (h, w), stride, padding)
+    many, few = min(C, F) >= 64, H * W * x.shape[3] < 512  # channels, positions
+    # With fewer channels, or half the precision, the transformations of the tiles cost more than the products save.
+    if (h, w, stride) == (3, 3, 1) and many and not few and x.dtype in (jnp.float32, jnp.float64):
+        around = tuple(windows.amounts(x, (3, 3), 1, padding))
+        return pool_blocks(winograd.convolution.bind(x, kernel, padding=around), pool)
     x = windows.pad(x, (h, w), stride, padding, 0.0)
     if pool == 2 and stride == 1 and F <= 16:
         return _four_windows(x, kernel)
-    # XLA's convolution is only fast with more than 16 channels and in float32. A 1x1 kernel needs no patches.
-    if stride > 1 or max(C, F) <= 16 or h * w == 1 or x.dtype != jnp.float32:
+    # XLA's convolution is only fast with more than 16 channels and in float32. A 1x1 kernel needs no patches. If there
+    # are few patches, or small ones, they cost less than the transpositions, which XLA repeats in each later operation.
+    small = h * w * C < 32 and pool == 1
+    if stride > 1 or max(C, F) <= 16 or h * w == 1 or small or many and few or x.dtype != jnp.float32:
         return pool_blocks(windows.convolve(x, kernel, stride, "VALID", 1), pool)
-    return pool_blocks(_convolution_p.bind(x.transpose(3, 1, 2, 0), kernel), pool).transpose(3, 1, 2, 0)
+    return pool_blocks(convolution.bind(x.transpose(3, 1, 2, 0), kernel), pool).transpose(3, 1, 2, 0)
 
 
 # --- few filters, and pooling -----------------------------------------------------------------------------------------
@@ -145,49 +150,4 @@ def _correlate(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return lax.conv_general_dilated(x, kernel, (1, 1), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
-# --- derivatives ------------------------------------------------------------------------------------------------------
-#
-# The three functions are the partial derivatives of <g, x * kernel>. Each function is bilinear, and its transposes are
-# the other two functions. As primitives with these rules, they have forward-mode and reverse-mode derivatives of any
-# order. `jax.custom_vjp` has no forward mode. With `jax.custom_jvp`, JAX would transpose the functions itself, and the
-# weight gradient would be a hundred times slower.
-
-
-def _primitive(function: Callable[[jax.Array, jax.Array], jax.Array]) -> Primitive:
-    """The function as a primitive.
-
-    `jax.vmap` turns the primitive into a loop. (It would turn `lax.conv` into a grouped convolution.)
-    """
-    primitive = Primitive(f"cpu{function.__name__}")
-
-    def batch(inputs: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[jax.Array, int]:
-        mapped = {i: jnp.moveaxis(inputs[i], axis, 0) for i, axis in enumerate(axes) if axis is not None}
-        return lax.map(lambda one: primitive.bind(*(one.get(i, x) for i, x in enumerate(inputs))), mapped), 0
-
-    primitive.def_impl(jax.jit(function))
-    primitive.def_abstract_eval(lambda *inputs: jax.make_jaxpr(function)(*inputs).out_avals[0])
-    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
-    batching.primitive_batchers[primitive] = batch
-    return primitive
-
-
-_convolution_p = _primitive(_convolution)
-_image_gradient_p = _primitive(_image_gradient)
-_weight_gradient_p = _primitive(_weight_gradient)
-
-# The transposes: functions of the gradient of the output and of both inputs.
-ad.defbilinear(
-    _convolution_p,
-    lambda g, x, kernel: _image_gradient_p.bind(g, kernel),
-    lambda g, x, kernel: _weight_gradient_p.bind(x, g),
-)
-ad.defbilinear(
-    _image_gradient_p,
-    lambda x, g, kernel: _convolution_p.bind(x, kernel),
-    lambda x, g, kernel: _weight_gradient_p.bind(x, g),
-)
-ad.defbilinear(
-    _weight_gradient_p,
-    lambda kernel, x, g: _image_gradient_p.bind(g, kernel),
-    lambda kernel, x, g: _convolution_p.bind(x, kernel),
-)
+convolution = bilinear.primitive(_convolution, _image_gradient, _weight_gradient)

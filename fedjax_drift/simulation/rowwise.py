@@ -125,6 +125,7 @@ BESIDE: dict[str, Callable[[JaxprEqn, int], bool]] = {
     **dict.fromkeys(["reduce_window_max", "reduce_window_min", "reduce_window_sum"], _pools_apart),
     "conv_general_dilated": _convolves_apart,
     "cpu_convolution": lambda equation, j: j == 0 and _axis(equation.invars[1]) is None,
+    "winograd_convolution": lambda equation, j: j == 3 and _axis(equation.invars[1]) is None,
     "gather": _gathers_apart,
     "pad": lambda equation, j: equation.params["padding_config"][j] == (0, 0, 0),
     "rev": _along_other("dimensions"),
