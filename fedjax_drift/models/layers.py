@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fedjax_drift.convolution.conv import conv
-from fedjax_drift.convolution.groups import normalized
+from fedjax_drift.convolution.groups import group_norm
 from fedjax_drift.convolution.windows import Padding, avg_pool, max_pool, pad
 
 __all__ = [
@@ -117,10 +117,9 @@ class GroupNorm(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         C = x.shape[0]
-        x = normalized(x, self.groups, self.epsilon)
         scale = self.param("scale", nn.initializers.ones, (C,))
         bias = self.param("bias", nn.initializers.zeros, (C,))
-        return x * scale[:, None, None, None] + bias[:, None, None, None]
+        return group_norm(x, self.groups, self.epsilon, scale, bias)
 
 
 class Classifier(nn.Module):

@@ -12,7 +12,7 @@ from jax import lax
 
 from fedjax_drift import checks
 from fedjax_drift.batch_norm import rows
-from fedjax_drift.convolution.groups import normalized
+from fedjax_drift.convolution import groups as images
 from fedjax_drift.pytorch.operations.images import Images, on_grid, plain
 from fedjax_drift.pytorch.operations.mode import Mode
 
@@ -118,9 +118,9 @@ def group_norm(
     if isinstance(x, Images):  # the variance E[x^2] - E[x]^2 is exact only for means of the order of the deviation
         channels, size = x.grid.shape[0], x.grid.shape[0] // groups
         first = lax.stop_gradient(x.grid[::size, :1, :1])
-        y: Any = Images(normalized(x.grid - jnp.repeat(first, size, 0, total_repeat_length=channels), groups, eps))
-    else:
-        y = _normalised(x.reshape(x.shape[0], groups, -1), (2,), eps).reshape(x.shape)
+        shifted = x.grid - jnp.repeat(first, size, 0, total_repeat_length=channels)
+        return Images(images.group_norm(shifted, groups, eps, weight, bias))
+    y = _normalised(x.reshape(x.shape[0], groups, -1), (2,), eps).reshape(x.shape)
     return _scaled(y, weight, bias)
 
 
