@@ -61,11 +61,9 @@ def _table(frame: Any, x: str | Sequence[str], y: str, client: str | None, dtype
         checks.refuse("the frame must be a pandas.DataFrame with at least 1 row", got)
     names = tables.column_names(x, y, client, list(frame.columns))
     owner = None if client is None else tables.clients(_column(frame, client), f"column {client!r}")
-    labels, columns = (
-        tables.labels(_column(frame, y), f"column {y!r}", CONVERT),
-        [_column(frame, name) for name in names],
-    )
-    return tables.Table(tables.inputs(columns, [f"column {name!r}" for name in names], dtype, CONVERT), labels, owner)
+    labels = tables.labels(_column(frame, y), f"column {y!r}", CONVERT)
+    titles, columns = [f"column {name!r}" for name in names], [_column(frame, name) for name in names]
+    return tables.Table(tables.inputs(columns, titles, dtype, CONVERT), labels, owner)
 
 
 def _column(frame: Any, name: str) -> np.ndarray:

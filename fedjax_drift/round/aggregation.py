@@ -28,9 +28,7 @@ from fedjax_drift.spec import Count, Fix, NonNegative, Positive, Probability, ch
 from fedjax_drift.types import THREEFRY, Metrics, PyTree
 
 __all__ = ["Aggregation", "clipped", "epsilon", "mean", "private", "private_ftrl", "rule"]
-COUNT = (
-    2**32 - 1
-)  # fold_in(key, COUNT) is the key for the noise of a count, fold_in(key, i) that for leaf i of a message
+COUNT = 2**32 - 1  # fold_in(key, COUNT) is the key for the noise of a count, and fold_in(key, i) that for leaf i
 __dir__ = __all__.copy
 
 

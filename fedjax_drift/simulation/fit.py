@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -110,8 +111,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
         ]
         scored = _check_scores(model.scores, *by_size)
         for name in scored[0]:
-            score = lambda *given, name=name: model.scores(*given)[name]  # noqa: E731
-            losses.check_apart(score, logits, data.y_test, f"the score {name!r}")
+            losses.check_apart(partial(_score, model.scores, name), logits, data.y_test, f"the score {name!r}")
     one_label = default_loss and data.y.ndim == 1 and logits.ndim == 2
     return Shapes(params, logits.shape[-1] if one_label else None, *scored)
 
@@ -179,6 +179,10 @@ def _check_ids(vocabulary: Any, data: FederatedData) -> None:
                 "use a model with a larger vocabulary, or one id for all unknown tokens; Model(vocabulary=None) "
                 "switches this check off",
             )
+
+
+def _score(scores: Callable, name: str, *arguments: jax.Array) -> Any:
+    return scores(*arguments)[name]
 
 
 def _check_range(data: FederatedData, name: str) -> None:

@@ -91,7 +91,7 @@ class Stream:
         of each client's first example, int32 [K]. An id outside of 0..N-1 has no examples.
 
         Returns when the examples have been read, and does not wait until they have been sent. Raises OSError if a
-        memory-mapped file has changed since the data set was opened.
+        memory-mapped file was truncated.
         """
         data = self.setup.data
         sizes, begins = data.sizes_of(ids), data.offsets[np.minimum(ids, data.num_clients - 1)]
