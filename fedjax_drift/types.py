@@ -217,6 +217,10 @@ class Algorithm(NamedTuple):
         (Mime). The state and the metrics are not used.
       models: ``models(server) -> {name: params}``, models that the server keeps besides w. They are evaluated with w,
         and their scores have the name as prefix: ``client_mean_accuracy`` (FedDyn).
+      adapt: ``adapt(server, client, work) -> (params, trained)``, the model of ONE client that has never taken part,
+        after its ``work.num_steps`` local steps, and what `local.train` returned (Ditto, Per-FedAvg).
+        `Simulation.evaluate_new` evaluates it. client: the state of `init_client`. The number of steps may be 0. None:
+        plain local training of the model that `personal` returns.
       requires: What it needs, a `Needs`.
       recipe: How it was made: the factory and its arguments, recorded by `fd.algorithm`.
     """
@@ -233,6 +237,7 @@ class Algorithm(NamedTuple):
     personal: Callable[[Any, PyTree, Work], Params] | None = None
     survey: Callable[[Any, PyTree, Work], ClientResult] | None = None
     models: Callable[[Any], Mapping[str, Params]] | None = None
+    adapt: Callable[[Any, PyTree, Work], tuple[Params, Trained]] | None = None
     requires: Needs = Needs()
     recipe: Recipe | None = None
 
@@ -259,7 +264,7 @@ def algorithm(factory: Callable[P, Algorithm]) -> Callable[P, Algorithm]:
     return recorded(factory, partial(schedules.made, of_a_round=OF_A_ROUND))
 
 
-OF_A_ROUND = ("client_update", "survey", "personal", "server_update", "report")
+OF_A_ROUND = ("client_update", "survey", "personal", "adapt", "server_update", "report")
 """The functions of an `Algorithm` that know the round, from their third argument."""
 
 

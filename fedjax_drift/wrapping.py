@@ -65,6 +65,7 @@ def inside(
         "client_update": on_client,
         "survey": on_client,
         "personal": on_client,
+        "adapt": on_client,
         "server_update": lambda f: lambda s, mean, context: put(s, server, on_server(f, s, mean, context)),
         "report": lambda f: lambda s, mean, context: on_server(f, s, mean, context),
         "finish": lambda f: lambda s, c: put(c, client, f(part(s, server), part(c, client))),

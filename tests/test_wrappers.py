@@ -92,6 +92,7 @@ def spied(calls: set[str]) -> fd.Algorithm:
         personal=lambda server, client, work: client.last,
         survey=survey,
         models=lambda server: {"other": server.other},
+        adapt=lambda server, client, work: train(work, client.last),
         name="spied",
     )
     kinds = {"server": Server, "client": Client, "work": fd.Work, "context": fd.Round, "mean": tuple, "message": tuple}
@@ -127,6 +128,7 @@ WRAPPERS: dict[str, Callable[[fd.Algorithm], fd.Algorithm]] = {
     "scheduled": scheduled,
 }
 PERSONAL = ("partly_shared", "partly_shared, mean", "frozen")  # they refuse a base with personal models
+OF_OWN_MODELS = {"personal", "adapt"}
 MODELS = {"plain": TWO_LAYERS, **BATCH_NORM}
 
 
@@ -137,6 +139,7 @@ def check_calls(wrap: Callable[[fd.Algorithm], fd.Algorithm], model: fd.Model, w
     state, info = sim.round_fn(sim.init(jax.random.key(0)))
     scores = sim.evaluate(state) if "models" not in without else {}
     sim.evaluate_clients(state)
+    assert np.isfinite(sim.evaluate_new(state, DATA, 2)["personal_loss"]).all()
     assert calls == {*HOOKS} - without and "first" in info and np.isfinite(info["loss"]).all()
     assert {"loss", "other_loss"} <= scores.keys()
 
@@ -146,7 +149,7 @@ CORE = ("compressed", "partly_shared, mean", "scheduled")
 
 @pytest.mark.parametrize("name", [name if name in CORE else thorough(name) for name in WRAPPERS])
 def test_wrappers_call_all_functions_of_their_base(name) -> None:
-    check_calls(WRAPPERS[name], TWO_LAYERS, {"personal"} if name in PERSONAL else set())
+    check_calls(WRAPPERS[name], TWO_LAYERS, OF_OWN_MODELS if name in PERSONAL else set())
 
 
 @pytest.mark.parametrize("kept", ["average", thorough("local")])
@@ -166,9 +169,9 @@ def test_wrappers_of_wrappers_call_all_functions(outer, inner) -> None:
     if inner in PERSONAL and outer in PERSONAL:
         refused = "must not be inside another" if inner == "frozen" else "must be an algorithm without personal models"
         with pytest.raises(ConfigurationError, match=refused):
-            check_calls(wrap, TWO_LAYERS, {"personal"})
+            check_calls(wrap, TWO_LAYERS, OF_OWN_MODELS)
         return
-    check_calls(wrap, BATCH_NORM["average"], {"personal"} if {outer, inner} & {*PERSONAL} else set())
+    check_calls(wrap, BATCH_NORM["average"], OF_OWN_MODELS if {outer, inner} & {*PERSONAL} else set())
 
 
 # --- bytes ------------------------------------------------------------------------------------------------------------

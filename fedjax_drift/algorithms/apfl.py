@@ -90,10 +90,15 @@ def apfl(
     def personal(server: Any, client: Client, work: Work) -> Params:
         return mixed(client.alpha, client.v, server.params)
 
+    def adapt(server: Any, client: Client, work: Work) -> tuple[Params, Any]:
+        result = client_update(server, client, work)
+        return personal(server, result.state, work), result.metrics
+
     return fedavg(weighting=weighting)._replace(  # (5)
         init_client=init_client,
         client_update=client_update,
         personal=personal,
+        adapt=adapt,
         requires=Needs(optimizer="sgd", one_model=True),
         name="apfl",
     )

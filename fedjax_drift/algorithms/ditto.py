@@ -6,7 +6,8 @@ Client i:  theta_i and D_i as in FedAvg                                         
 Server:    as FedAvg
 
 v_i is the personal model of client i. It starts at the initial global model, and is kept between participations. w is
-the global model that the client received. The global model does not depend on v_i and lam.
+the global model that the client received. The global model does not depend on v_i and lam. A new client does (2),
+starting from the current w.
 
 Deviations:  in the paper, clients are drawn with probability n_i / sum n, and their updates have weight 1. Here they
 are drawn uniformly, and an update has weight n_i (`weighting="examples"`).
@@ -22,7 +23,7 @@ from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.local import train
 from fedjax_drift.spec import Count, Fix, NonNegative
-from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, Trained, Work, algorithm
 
 
 class Client(NamedTuple):
@@ -50,21 +51,22 @@ def ditto(
     def client_update(server: Any, client: Client, work: Work) -> ClientResult:
         w = server.params
         theta, trained = train(work, start=w)  # (1)
-
-        def attract(g: Params, v: Params) -> Params:
-            return jax.tree.map(lambda g, v, w: g + lam * (v - w), g, v, w)  # (2)
-
         personal_work = work
         if personal_epochs is not None:
             steps = -(-work.num_steps * personal_epochs // work.epochs)  # a straggler does a part of them
             personal_work = work._replace(epochs=personal_epochs, num_steps=steps)
-        v, of_personal = train(personal_work, start=client.v, correct=attract)
+        v, of_personal = adapt(server, client, personal_work)
         trained = trained | {"personal_loss": of_personal["loss"]}  # drift is that of theta_i
         return ClientResult(tree.subtract(theta, w), weight(work, weighting), Client(v), trained)
+
+    def adapt(server: Any, client: Client, work: Work) -> tuple[Params, Trained]:
+        def attract(g: Params, v: Params) -> Params:
+            return jax.tree.map(lambda g, v, w: g + lam * (v - w), g, v, server.params)  # (2)
+
+        return train(work, start=client.v, correct=attract)
 
     def personal(server: Any, client: Client, work: Work) -> Params:
         return client.v
 
-    return base._replace(
-        init_client=Client, client_update=client_update, personal=personal, requires=requires, name="ditto"
-    )
+    made = base._replace(init_client=Client, client_update=client_update, requires=requires, name="ditto")
+    return made._replace(personal=personal, adapt=adapt)

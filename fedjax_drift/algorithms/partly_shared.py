@@ -7,6 +7,7 @@ Server:    as the base algorithm;  with new_clients="mean" the personal leaves o
 
 At the first participation of a client, p_i are the personal leaves of w. Without (4), these never move from the initial
 model. The model of client i is (shared leaves of w, p_i), which `evaluate_clients` evaluates. `evaluate` evaluates w.
+A new client, which sends nothing yet, trains p_i only, with the shared leaves of w.
 The terms that the base algorithm adds to the computed gradient act on the shared leaves only (FedProx, SCAFFOLD,
 FedDyn). Those in its loss, and the perturbations of SAM, act on all leaves. fedper.py has the algorithms of this kind.
 
@@ -29,7 +30,7 @@ from fedjax_drift.local import train
 from fedjax_drift.message import Absent, decoded, filled, is_like
 from fedjax_drift.model import Part
 from fedjax_drift.spec import Count, Fix
-from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Work, algorithm
+from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, Round, Trained, Work, algorithm
 from fedjax_drift.wrapping import inside
 
 
@@ -118,7 +119,7 @@ def partly_shared(
         mask = leaves.select("personal", personal, start)
         shared, everything = jax.tree.map(lambda is_own: not is_own, mask), jax.tree.map(lambda is_own: True, mask)
         if schedule == "alternate":
-            start, work = train_personal_first(work, start, mask)
+            start, work = train_personal_first(work, start)
 
         def handed_over(theta: Params) -> Params:  # D_i is then 0 on the personal leaves
             return with_leaves(theta, leaves_of(start))
@@ -138,14 +139,23 @@ def partly_shared(
         server = inner.server_update(server, mean, context)
         return server._replace(params=with_leaves(server.params, personal))
 
-    def train_personal_first(work: Work, start: Params, mask: PyTree) -> tuple[Params, Work]:
+    def adapt(server: Any, client: Client, work: Work) -> tuple[Params, Trained]:
+        start = model_of_client(server, client, work)
+        return train(only_personal(work, start), start)
+
+    def only_personal(work: Work, start: Params) -> Work:
+        """The work that trains the personal leaves only."""
+        mask = leaves.select("personal", personal, start)
+        return work._replace(part=Part(mask, mask, lambda theta: (), lambda theta: theta))
+
+    def train_personal_first(work: Work, start: Params) -> tuple[Params, Work]:
         """The model after the epochs that train the personal leaves, and the work of the other epochs."""
         before = work.epochs - base_epochs
         # A straggler, too, does a step on the shared leaves, because algorithms divide by the number of these steps.
         steps = (before * work.num_batches).clip(max=(work.num_steps - 1).clip(0))
         mean_steps = work.mean_steps // work.epochs
-        part = Part(mask, mask, lambda theta: (), lambda theta: theta)
-        start, trained = train(work._replace(epochs=before, num_steps=steps, part=part, watch=None), start)
+        first = only_personal(work, start)._replace(epochs=before, num_steps=steps, watch=None)
+        start, trained = train(first, start)
         rest = work._replace(epochs=base_epochs, num_steps=work.num_steps - steps, first_epoch=before)
         rest = rest._replace(statistics=None if work.statistics is None else trained.statistics)
         return start, rest._replace(mean_steps=base_epochs * mean_steps)
@@ -169,6 +179,7 @@ def partly_shared(
         client_update=client_update,
         server_update=server_update if averages else inner.server_update,
         personal=model_of_client if keeps else None,
+        adapt=adapt if keeps else None,
         requires=needs,
         name="partly_shared",
     )

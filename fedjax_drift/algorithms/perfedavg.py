@@ -8,7 +8,7 @@ Server:    w <- w + mean_S D_i                                                  
 
 g_1, g_2 and g_3 are the gradients on three batches. (3) approximates (I - alpha H) v, the gradient of
 F_i(theta - alpha grad F_i(theta)), where H is the Hessian at theta. The personal model of a client is
-w - alpha grad F_i(w), one step over all its examples; w itself is not the goal.
+w - alpha grad F_i(w), one step over all its examples; w itself is not the goal. A new client does k such steps.
 
 Deviations:  there is no code by the authors. Clients do one step for each batch of an epoch, as with all algorithms
 here: g_2 is the gradient of this batch, g_1 and g_3 are those of batches of two further shuffles of the examples.
@@ -22,12 +22,13 @@ from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.local import full_gradient, train_with
 from fedjax_drift.spec import Fix, NonNegative, Positive
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Work, algorithm
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Params, PyTree, Trained, Work, algorithm
 
 
 @algorithm
@@ -77,7 +78,15 @@ def perfedavg(
     def personal(server: Any, client: PyTree, work: Work) -> Params:
         return along(server.params, -alpha, full_gradient(work, server.params))
 
-    return base._replace(client_update=client_update, personal=personal, name="perfedavg")
+    def adapt(server: Any, client: PyTree, work: Work) -> tuple[Params, Trained]:
+        def gradient(theta: Params, batch: Batch, key: jax.Array, carry: PyTree) -> tuple[jax.Array, Params, PyTree]:
+            return work.loss(theta, batch, key), full_gradient(work, theta), carry
+
+        inner = work._replace(lr=jnp.asarray(alpha, work.lr.dtype), optimizer=optax.identity())
+        theta, _, trained = train_with(inner, server.params, gradient, ())
+        return theta, trained
+
+    return base._replace(client_update=client_update, personal=personal, adapt=adapt, name="perfedavg")
 
 
 def along(theta: Params, step: float, direction: Params) -> Params:

@@ -34,7 +34,7 @@ from fedjax_drift import tree
 from fedjax_drift.algorithms.fedavg import Weighting, fedavg, weight
 from fedjax_drift.local import train_with
 from fedjax_drift.spec import Count, NonNegative, Positive
-from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, Work, algorithm
+from fedjax_drift.types import Algorithm, Batch, ClientResult, Needs, Params, Trained, Work, algorithm
 
 
 class Client(NamedTuple):
@@ -65,8 +65,8 @@ def pfedme(
     """
     base = fedavg(beta, weighting)  # (3)
 
-    def client_update(server: Any, client: Client, work: Work) -> ClientResult:
-        w = server.params
+    def trained_on(w: Params, work: Work) -> tuple[Params, Params, Trained]:
+        """w_i, x and the metrics after the local training."""
 
         def gradient(w_i: Params, batch: Batch, key: jax.Array, x: Params) -> tuple[jax.Array, Params, Params]:
             def step(_: int, state: tuple[Params, jax.Array]) -> tuple[Params, jax.Array]:
@@ -81,16 +81,25 @@ def pfedme(
             x, value = lax.fori_loop(0, inner_steps, step, (begin, jnp.zeros_like(work.lr)))
             return value, jax.tree.map(lambda w_i, x: (lam * (w_i - x)).astype(x.dtype), w_i, x), x  # (2)
 
-        w_i, x, trained = train_with(work._replace(optimizer=optax.identity()), w, gradient, w)
+        return train_with(work._replace(optimizer=optax.identity()), w, gradient, w)
+
+    def client_update(server: Any, client: Client, work: Work) -> ClientResult:
+        w = server.params
+        w_i, x, trained = trained_on(w, work)
         return ClientResult(tree.subtract(w_i, w), weight(work, weighting), Client(x), trained)
 
     def personal(server: Any, client: Client, work: Work) -> Params:
         return client.v
 
+    def adapt(server: Any, client: Client, work: Work) -> tuple[Params, Trained]:
+        _, x, trained = trained_on(server.params, work)
+        return x, trained
+
     return base._replace(
         init_client=Client,
         client_update=client_update,
         personal=personal,
+        adapt=adapt,
         requires=Needs(optimizer="sgd", one_model=True),
         name="pfedme",
     )

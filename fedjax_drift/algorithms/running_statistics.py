@@ -26,7 +26,7 @@ import jax.numpy as jnp
 
 from fedjax_drift import tree
 from fedjax_drift.local import train
-from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Work, algorithm, whole
+from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Trained, Work, algorithm, whole
 from fedjax_drift.wrapping import inside
 
 
@@ -85,6 +85,11 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
         params = server.base.params if inner.personal is None else inner.personal(server, client, work)
         return whole(params, start(server, client))
 
+    def adapt(server: Server, client: Client, work: Work) -> tuple[Params, Trained]:
+        assert inner.adapt is not None
+        theta, trained = inner.adapt(server, client, work)
+        return whole(theta, trained.statistics), trained
+
     def models(server: Server) -> dict[str, Params]:
         assert inner.models is not None
         return {name: whole(params, server.statistics) for name, params in inner.models(server).items()}
@@ -95,6 +100,7 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
         client_update=client_update,
         server_update=server_update,
         personal=personal if inner.personal or local else None,
+        adapt=adapt if inner.adapt else None,
         models=models if inner.models else None,
     )
 

@@ -227,8 +227,7 @@ class FederatedData:
 
         Args:
           num_clients, rows_per_client: N and the number of training examples of every client, each >= 1.
-          shape: the shape of one example, such as (28, 28, 1).
-          dtype: of the examples. Default: uint8, for images.
+          shape, dtype: of one example, such as (28, 28, 1). Default: uint8, for images.
           label_shape: the shape of the label of one example. Default: (), a class. For next-token prediction, pass
             ``shape=(T,), dtype=np.int32, label_shape=(T,)``.
           test_rows: number of test examples, >= 0. Some algorithms evaluate the global model in every round.
@@ -255,7 +254,7 @@ class FederatedData:
 
     @checked
     def id_of(self, name: Text) -> int:
-        """Returns the id in 0..N-1 of the client with this name. Raises ValueError if no client has this name."""
+        """Returns the id in 0..N-1 of the client with this name. Raises ValueError if there is none."""
         if (client_id := self._ids.get(name)) is None:
             known = f"{self.num_clients} clients have names" if self._ids else "the clients have ids only"
             raise ConfigurationError(f"no client has the name {name!r} ({known}){checks.nearest(name, self._ids)}")
@@ -295,8 +294,7 @@ class FederatedData:
             that the clients of a cohort differ. If the federation is IID, only client drift remains. A client that gets
             no example does not take part in this round.
 
-        Raises:
-          ValueError: alpha is given and the labels are not non-negative integers, one per example.
+        Raises ValueError if alpha is given and the labels are not non-negative integers, one per example.
         """
         return self._with(redeal="evenly" if alpha is None else alpha)
 
@@ -384,16 +382,11 @@ class FederatedData:
         if not test_sizes.any():
             got = f"share={share} of at most {self.sizes.max()} examples per client"
             checks.refuse("with_validation must hold out at least one example", got, "use a larger share")
-        client = np.repeat(np.arange(self.num_clients), self.sizes)
+        client, is_test = np.repeat(np.arange(self.num_clients), self.sizes), np.zeros(len(self.x), bool)
         rows = np.lexsort((rng.random(len(client)), client))  # grouped by client, in random order within a client
-        is_test = np.zeros(len(rows), bool)
         is_test[rows[np.arange(len(rows)) < np.repeat(self.offsets + test_sizes, self.sizes)]] = True
-        return self._held_out(is_test, sizes=self.sizes - test_sizes, test_sizes=test_sizes)
-
-    def _held_out(self, is_test: np.ndarray, **changes: Any) -> FederatedData:
-        """The same data, with the examples for which ``is_test`` [M] is True as the test set."""
-        x, y = self.x, self.y
-        return replace(self, x=x[~is_test], y=y[~is_test], x_test=x[is_test], y_test=y[is_test], **changes)
+        held = {"x_test": self.x[is_test], "y_test": self.y[is_test], "test_sizes": test_sizes}
+        return replace(self, x=self.x[~is_test], y=self.y[~is_test], sizes=self.sizes - test_sizes, **held)
 
     @checked
     def with_validation_clients(
@@ -410,9 +403,24 @@ class FederatedData:
         if N == 1:
             checks.refuse("with_validation_clients needs at least 2 clients", 1, "use with_validation")
         is_test = rng.permutation(N) < min(max(round(share * N), 1), N - 1)
-        names = None if self.client_names is None else tuple(np.array(self.client_names)[~is_test].tolist())
-        of_test, sizes = np.repeat(is_test, self.sizes), self.sizes[~is_test]
-        return self._held_out(of_test, sizes=sizes, test_sizes=None, client_names=names)
+        kept, held = self.only(np.flatnonzero(~is_test)), self.only(np.flatnonzero(is_test))
+        return replace(kept, x_test=held.x, y_test=held.y, test_sizes=None)
+
+    def only(self, clients: Sequence[int | str] | np.ndarray) -> FederatedData:
+        """Returns the data of some clients, such as the 90 of 100 that train: ``data.only(range(90))``.
+
+        clients: different ids or names, at least one; the new ids follow their order, also for shifts. They keep their
+        test examples. A test set that is not split by client stays whole. Raises ValueError for other clients.
+        """
+        ids = np.array([self._id(client) for client in clients], int)
+        if not ids.size or len(set(ids.tolist())) < len(ids):
+            checks.refuse("clients must be different ids or names, at least one", checks.shown(clients))
+        changes = dict(zip(("x", "y", "sizes"), joining.of_clients(ids, self.x, self.y, self.sizes), strict=True))
+        if self.test_sizes is not None:
+            x, y, sizes = joining.of_clients(ids, self.x_test, self.y_test, self.test_sizes)
+            changes |= {"x_test": x, "y_test": y, "test_sizes": sizes}
+        names = self.client_names and tuple(self.client_names[i] for i in ids)
+        return replace(self, client_names=names, **changes)
 
     def label_counts(self) -> np.ndarray:
         """Returns the number of training labels of each class at each client, int64 [N, C].
@@ -427,7 +435,7 @@ class FederatedData:
     def __repr__(self) -> str:
         test = "no test set" if self.x_test is None else f"{len(self.x_test):,} test examples"
         if self.redeal is not None:
-            test += ", redealt " + ("evenly" if self.redeal == "evenly" else f"by Dirichlet({self.redeal})")
+            test += ", redealt evenly" if self.redeal == "evenly" else f", redealt by Dirichlet({self.redeal})"
         if self.shifting is not None:
             test += f", shifted by {self.shifting.shift!r}"
         return (
@@ -436,15 +444,7 @@ class FederatedData:
         )
 
     def _repr_html_(self) -> str:
-        sizes, test = self.sizes, "none" if self.x_test is None else f"{len(self.x_test):,}"
-        rows = [
-            ("clients", f"{self.num_clients:,}"),
-            ("training examples", f"{len(self.x):,} of {self.x.dtype}{list(self.x.shape[1:])}"),
-            ("examples per client", f"{sizes.min():,} to {sizes.max():,}, median {np.median(sizes):,.0f}"),
-            ("test examples", test),
-            ("labels", f"{self.y.dtype}{list(self.y.shape[1:])}"),
-        ]
-        return reprs.html_table(["", self.name], rows)
+        return reprs.html_table(["", self.name], joining.described(self.x, self.y, self.sizes, self.x_test))
 
 
 GivenData = Annotated[FederatedData, spec.instance(FederatedData), Fix("pass sim.data, for example")]

@@ -220,3 +220,21 @@ def owners_by_class(y: np.ndarray, counts: np.ndarray, seed: int) -> np.ndarray:
         ends = np.cumsum(counts[:, c]) * (len(rows) / counts[:, c].sum())
         owner[rows] = np.searchsorted(np.round(ends), np.arange(len(rows)), side="right")
     return owner
+
+
+def of_clients(ids: np.ndarray, x: Any, y: Any, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The examples of the clients ``ids`` in this order, and their numbers. sizes: [N], those of all clients."""
+    ends = np.cumsum(sizes, dtype=np.int64)
+    rows = np.concatenate([np.arange(ends[i] - sizes[i], ends[i]) for i in ids])
+    return x[rows], y[rows], sizes[ids]
+
+
+def described(x: np.ndarray, y: np.ndarray, sizes: np.ndarray, x_test: np.ndarray | None) -> list[tuple[str, str]]:
+    """What a notebook shows of a federation."""
+    return [
+        ("clients", f"{len(sizes):,}"),
+        ("training examples", f"{len(x):,} of {x.dtype}{list(x.shape[1:])}"),
+        ("examples per client", f"{sizes.min():,} to {sizes.max():,}, median {np.median(sizes):,.0f}"),
+        ("test examples", "none" if x_test is None else f"{len(x_test):,}"),
+        ("labels", f"{y.dtype}{list(y.shape[1:])}"),
+    ]

@@ -2,12 +2,13 @@
 
 A personal model is that of the algorithm (Ditto, FedPer), otherwise the global model. It can be fine-tuned on the
 client's own examples first. `Simulation.evaluate_clients` evaluates the models on each client's own test examples.
+`Simulation.evaluate_new` does so for clients that have never taken part, before and after they train.
 `summary` computes statistics of the results over the clients, and `plots.fairness` plots their distribution.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +21,15 @@ from fedjax_drift import checks, tree
 from fedjax_drift.algorithms.running_statistics import fine_tuned
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.round.arrays import Client, Rows, TestRows
-from fedjax_drift.round.engine import FINE_TUNING, Engine, Shared, partitionable, replicated, round_keys
+from fedjax_drift.round.engine import (
+    FINE_TUNING,
+    Engine,
+    Shared,
+    initial_client,
+    partitionable,
+    replicated,
+    round_keys,
+)
 from fedjax_drift.round.evaluate import after, inputs, score_rows
 from fedjax_drift.round.places import at_places, in_cohort_order
 from fedjax_drift.round.train import client_work, over_clients, server_of
@@ -31,6 +40,7 @@ __dir__ = __all__.copy
 
 
 CHUNK = 512  # the largest number of clients in one program; it bounds the memory, and the time until Ctrl-C has effect
+Score = Callable[[PyTree], dict[str, jax.Array]]  # a model -> the sums of its scores over a client's test examples
 QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 
 
@@ -145,20 +155,73 @@ def personal_scores(
 
     Returns a dict from each score (loss, accuracy, ...) to its sum over the test examples of each client, [C].
     """
+
+    def own(shared: Shared, client: Client, old: PyTree, longest: jax.Array, score: Score) -> dict[str, jax.Array]:
+        work = client_work(engine, shared, client, longest)
+        theta = own_model(engine, shared, old, work)
+        return score(fine_tuned(work, theta) if fine_tune else theta)
+
+    return scores(engine, eval_batch_size, own, state, rows, clients, tests)
+
+
+@partitionable
+def new_scores(
+    engine: Engine, eval_batch_size: int, state: ServerState, rows: Rows, clients: Client, tests: ClientTests
+) -> dict[str, jax.Array]:
+    """Evaluates the models of C consecutive clients that have never taken part, before and after their local steps.
+
+    Returns a dict from each score to its sums over the test examples of each client, [C, 2].
+    """
+    algorithm = engine.algorithm
+
+    def both(shared: Shared, client: Client, _: PyTree, longest: jax.Array, score: Score) -> dict[str, jax.Array]:
+        first = () if algorithm is None else initial_client(engine, shared.server.params)
+
+        def after(steps: jax.Array) -> dict[str, jax.Array]:
+            work = client_work(engine, shared, client._replace(steps=steps), longest)
+            return score(adapted(engine, shared, first, work))
+
+        return lax.map(after, jnp.stack([jnp.zeros_like(client.steps), client.steps]))
+
+    return scores(engine, eval_batch_size, both, state, rows, clients, tests)
+
+
+def adapted(engine: Engine, shared: Shared, first: PyTree, work: Work) -> PyTree:
+    """The model of one new client after its local steps. first: its first state."""
+    algorithm = engine.algorithm
+    if algorithm is None or algorithm.adapt is None:
+        return fine_tuned(work, own_model(engine, shared, first, work))
+    theta, _ = algorithm.adapt(shared.server, first, work)
+    what = f"{algorithm.name}: the model of a new client must have the structure and the shapes of the parameters"
+    tree.check_layout(theta, shared.server.params, what, dtypes=False)
+    return theta
+
+
+def scores(
+    engine: Engine,
+    eval_batch_size: int,
+    task: Callable[[Shared, Client, PyTree, jax.Array, Score], dict[str, jax.Array]],
+    state: ServerState,
+    rows: Rows,
+    clients: Client,
+    tests: ClientTests,
+) -> dict[str, jax.Array]:
+    """The scores of C consecutive clients, leaves [C, ...].
+
+    task: ``task(shared, client, state, longest, score)`` returns those of one client. ``score(theta)`` are the sums of
+    the scores of a model over the client's test examples.
+    """
     shared = shared_of(engine, state, rows)._replace(extra=(tests, clients.id[0]))
     order, empty, placed = at_places(engine, clients, clients.steps)
     B = min(eval_batch_size, len(tests.x))
 
     def one(shared: Shared, client: Client, state: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         shared = shared._replace(server=server_of(engine, shared, client))
-        work = client_work(engine, shared, client, longest)
-        theta = own_model(engine, shared, state, work)
-        theta = fine_tuned(work, theta) if fine_tune else theta
         (x, y, offset, size), first = shared.extra
         present, i = client.id < engine.num_clients, jnp.where(client.id < engine.num_clients, client.id - first, 0)
         offset, size = offset[i], jnp.where(present, size[i], 0)
 
-        def score(position: jax.Array) -> dict[str, jax.Array]:
+        def score_batch(theta: PyTree, position: jax.Array) -> dict[str, jax.Array]:
             mask = position < size
             index = jnp.where(mask, position, 0)
             row = offset + index
@@ -166,13 +229,17 @@ def personal_scores(
             own, label = inputs(engine, rows._replace(t=None), rows.t)
             return score_rows(engine, engine.model.with_mask(mask).apply(theta, own), label, mask)
 
-        def batch(k: jax.Array, total: dict[str, jax.Array]) -> dict[str, jax.Array]:
-            position = k * B + jnp.arange(B)
-            scores = score(position)
-            return {name: total[name] + jnp.where(position < size, scores[name], 0).sum() for name in total}
+        def score(theta: PyTree) -> dict[str, jax.Array]:
+            def batch(k: jax.Array, total: dict[str, jax.Array]) -> dict[str, jax.Array]:
+                position = k * B + jnp.arange(B)
+                rows = score_batch(theta, position)
+                return {name: total[name] + jnp.where(position < size, rows[name], 0).sum() for name in total}
 
-        zero = {name: jnp.zeros((), a.dtype) for name, a in jax.eval_shape(score, jnp.arange(B)).items()}
-        return (), lax.fori_loop(0, -(-size // B), batch, zero), ()
+            shapes = jax.eval_shape(score_batch, theta, jnp.arange(B))
+            zero = {name: jnp.zeros((), a.dtype) for name, a in shapes.items()}
+            return lax.fori_loop(0, -(-size // B), batch, zero)
+
+        return (), task(shared, client, state, longest, score), ()
 
     _, sums, _ = over_clients(engine, one, shared, placed, state.clients)
     return jax.tree.map(partial(in_cohort_order, len(clients.id), order, empty), replicated(engine, sums))

@@ -160,15 +160,28 @@ class Programs:
 
         local: the local training of the fine-tuning; None: without fine-tuning. See `personal.personal_scores`.
         """
-        engine = self.engine
-        if local is not None:
-            by_rank = None if engine.rows_by_rank is None else rows_by_rank(sizes, local.batches(sizes))
-            engine = engine._replace(local=local, rows_by_rank=by_rank)
+        engine = self.engine if local is None else with_local(self.engine, local, sizes)
         if engine.algorithm.personal is None:  # different algorithms then share the program
             engine = engine._replace(algorithm=None)  # type: ignore[arg-type]
         form, numbers = split(_selecting_nobody(engine))
         program = _program(personal.personal_scores, form, None, local is not None, eval_batch_size)
         return partial(launch, engine.mesh, program, _placed(engine, numbers), self.frozen)
+
+    def new_clients(self, local: LocalTraining, sizes: Any, eval_batch_size: int) -> Callable:
+        """Returns the program ``(state, rows, clients, tests) -> scores`` that evaluates clients that have never taken
+        part. local: their local training. See `personal.new_scores`."""
+        engine = with_local(self.engine, local, sizes)
+        if engine.algorithm.personal is None and engine.algorithm.adapt is None:
+            engine = engine._replace(algorithm=None, message=None)  # type: ignore[arg-type]
+        form, numbers = split(_selecting_nobody(engine))
+        program = _program(personal.new_scores, form, None, eval_batch_size)
+        return partial(launch, engine.mesh, program, _placed(engine, numbers), self.frozen)
+
+
+def with_local(engine: Engine, local: LocalTraining, sizes: Any) -> Engine:
+    """The engine with another local training."""
+    by_rank = None if engine.rows_by_rank is None else rows_by_rank(sizes, local.batches(sizes))
+    return engine._replace(local=local, rows_by_rank=by_rank)
 
 
 def rounds(

@@ -187,7 +187,7 @@ class Simulation:
 
     @cached_property
     def specification(self) -> Specification:
-        """What checkpoints and ``bank=`` folders store to detect a different simulation."""
+        """What checkpoints and folders store to detect a different simulation."""
         return starting.specification(self.executor)
 
     # --- one round ----------------------------------------------------------------------------------------------------
@@ -200,21 +200,17 @@ class Simulation:
             rounds. It also determines the initial parameters, unless ``params`` is given.
           params: the initial global model. Default: ``model.init``.
 
-        Raises:
-          ValueError: ``key`` is not a JAX key, or ``params`` have other shapes than those of ``model.init``.
+        Raises ValueError if ``key`` is not a JAX key, or if ``params`` have other shapes than those of ``model.init``.
         """
         return starting.start(self.executor, key, params, lambda: self.specification)
 
     def reopen(self, state: ServerState, round: int | None = None, strict: bool = True) -> ServerState:  # noqa: A002
-        """Returns ``state`` with the client states that are stored in the folder ``bank=``.
-
-        It is for a state that was saved without them, ``jax.device_get(state._replace(clients=()))``. The run then
-        continues as if it had not ended. `Checkpoints` does all of this.
+        """Returns ``state`` with the client states that are stored in the folder ``bank=``, for a state that was saved
+        without them, ``jax.device_get(state._replace(clients=()))``. `Checkpoints` does all of this.
 
         Args:
           state: a state of round ``round``. Its ``clients`` are replaced. All other fields must be those of that round.
-          round: a round that has a checkpoint. The client states in the folder ``bank=`` are set back to this round.
-            Default: the last round in that folder.
+          round: a round that has a checkpoint, to which the folder is set back. Default: its last round.
           strict: if False, differences only cause a warning, see `Checkpoints.restore`.
 
         Raises:
@@ -275,9 +271,8 @@ class Simulation:
         made at the same time, and ``seconds`` in each record is the mean duration of these rounds.
 
         - Ctrl-C ends the run after the rounds in progress, and `run` returns normally. A second one ends it at once.
-        - If a round or ``on_round`` raises an exception, the exception has the newest state and the history as
-          ``error.state`` and ``error.history``. With ``checkpoints``, both are also saved. The state is None if the
-          program of the failed round had overwritten it.
+        - An exception of a round or of ``on_round`` has the newest state and the history as ``error.state`` and
+          ``error.history``. ``checkpoints`` saves both. The state is None if the failed round had overwritten it.
 
         Args:
           state: from `init` or an earlier round.
@@ -330,7 +325,7 @@ class Simulation:
     ) -> list[Run]:
         """Runs this simulation with many seeds. See `fd.sweep` for the arguments.
 
-        Returns one `Run` per seed, in the order of ``seeds``.
+        Returns one `Run` per seed, in their order.
         """
         return sweep(
             lambda: self, rounds, seeds, eval_every=eval_every, params=params, start=start, together=together,
@@ -354,13 +349,11 @@ class Simulation:
           cohort: as in `round_fn`.
 
         Returns:
-          A dict, see `fd.measures.updates`, `fd.measures.gradients` and so on. The values of a client are NaN if the
-          client does not report or if its update is not finite. "sharpness" is that of the model and the test loss of
-          ``evaluate(state)``, so in ``info`` and in the history it is that of the model after the round, like "loss".
-          All other measures are of the clients of the round, and of the model w that they received.
+          A dict, see `fd.measures.updates` and so on. The values of a client that does not report, or whose update is
+          not finite, are NaN. "sharpness" belongs to ``evaluate(state)``, so in ``info`` and in the history to the
+          model after the round, like "loss". All others belong to the clients of the round and their model w.
 
-        Raises:
-          ValueError: a measure needs a test set or labels that the data do not have.
+        Raises ValueError if a measure needs a test set or labels that the data do not have.
         """
         return evaluation.measure(self.executor, state, names, cohort)
 
@@ -369,10 +362,8 @@ class Simulation:
 
         Returns a dict with "loss", for classifiers "accuracy", and the metrics of `Model.scores`: floats, or arrays
         under `jax.jit` and `jax.vmap`. An example with a NaN logit counts as misclassified. FedDyn and FedDC also keep
-        the mean of the cohort's models, whose scores have the prefix ``client_mean_``.
-
-        Warns if the loss is not finite, or if only the clients have running statistics (``statistics="local"``). Raises
-        ValueError if there is no test set.
+        the mean of the cohort's models, whose scores have the prefix ``client_mean_``. Warns if the loss is not finite,
+        or if only the clients have running statistics. Raises ValueError if there is no test set.
         """
         return evaluation.evaluate(self.executor, state)
 
@@ -401,42 +392,52 @@ class Simulation:
         """
         return evaluation.evaluate_clients(self.executor, state, fine_tune)
 
+    def evaluate_new(self, state: ServerState, clients: Any, steps: LocalTraining | int) -> dict[str, np.ndarray]:
+        """Evaluates clients that have never taken part, before and after they train. The state does not change.
+
+        A new client does what the algorithm says (`Algorithm.adapt`): Per-FedAvg its inner steps, FedRep the training
+        of the head, Ditto that of a personal model. Otherwise it trains the global model on the model's loss.
+
+        Args:
+          state: from `init` or an earlier round. Its round determines the learning rate.
+          clients: a `FederatedData` whose test set is split by client, such as ``data.only(range(90, 100))``; or pairs
+            (x, y), as in `FederatedData.from_clients`. A fifth of each client's examples is then held out for the test.
+          steps: k >= 1, the number of local steps, with the local training of this simulation; or a `LocalTraining`.
+
+        Returns:
+          ``loss`` and ``accuracy`` before the first step, and ``personal_loss`` and ``personal_accuracy`` after the
+          last one: a dict of float [C], NaN for a client without test examples.
+
+        Raises ValueError if the clients have no test examples, or do not fit the model.
+        """
+        return evaluation.evaluate_new(self.executor, state, clients, steps)
+
     def evaluate_receivers(self, state: ServerState) -> dict[str, np.ndarray]:
         """Evaluates the model of each receiver of a topology on the test set: edge servers, or the clients of a graph.
 
-        Returns the scores of `evaluate`, float [R] each. Without a topology, R is 1.
-        """
+        Returns the scores of `evaluate`, float [R] each. Without a topology, R is 1."""
         return evaluation.evaluate_receivers(self.executor, state)
 
     def personal_params(self, state: ServerState, client: int | str) -> Params:
-        """Returns the parameters of the model that a client uses itself, which `evaluate_clients` evaluates.
-
-        It is the client's personal model if the algorithm has one (Ditto, FedPer), at first the initial one. With a
-        topology it is the model of its edge server, or its own. With ``statistics="local"`` it has the client's own
-        running statistics. Otherwise it is the global model. client: an id in 0..N-1, or a client name.
+        """Returns the parameters of the model that a client uses itself, which `evaluate_clients` evaluates: its own
+        (Ditto, FedPer), at first the initial one; that of its edge server in a topology; or the global model. With
+        ``statistics="local"`` it has the client's running statistics. client: an id in 0..N-1, or a client name.
         """
         return evaluation.personal_params(self.executor, state, client)
 
     def plan(self) -> Plan:
-        """Compiles a round, and returns what it needs: memory, collective operations, and seconds to compile. The
-        devices may be a TPU slice that is not here (`fd.plan`). Raises ValueError if the examples or client states
-        would be kept on the host."""
+        """Compiles a round, and returns what it needs: memory, collective operations, seconds to compile. The devices
+        may be a TPU slice that is not here (`fd.plan`). Raises ValueError if examples or states are on the host."""
         return plan_of(self.setup, self.executor.programs, self.device_traffic())
 
     def device_traffic(self) -> dict[str, int]:
-        """Returns the number of bytes that the D devices of the mesh exchange in a round, computed from shapes.
+        """Returns the number of bytes that the D devices of the mesh exchange in a round, computed from shapes. Those
+        between server and clients are in `round.info.Info`.
 
-        Scalars and client ids do not count. The padding counts, which is sent if the number of clients is not a
-        multiple of D * L, the number of clients that train at the same time. The bytes between server and clients are
-        in `round.info.Info`.
-
-        - "message sum": the size of the sum of the messages and weights. The devices compute it in one all-reduce. On a
-          ring each device sends 2 (D - 1) / D of it. It does not depend on the cohort size.
-        - "client states": the bytes that each device sends. The new states of its clients reach all other devices.
-          With ``bank="sharded"``, old states travel to the devices that train these clients as well, and each device
-          sends twice as much. If the algorithm has `finish` (VRL-SGD), the states travel a second time.
-        - "rows": the bytes that each device sends with ``shard_data=True``, otherwise 0. Each device sends
-          D - 1 buffers. The size of a buffer is an upper bound on the examples of the clients that one device trains.
+        - "message sum": the size of the sum of the messages and weights, which the devices compute in one all-reduce.
+        - "client states": the bytes of new client states that each device sends to all others, and with
+          ``bank="sharded"`` those of the old states. If the algorithm has `finish` (VRL-SGD), both travel twice.
+        - "rows": the bytes of examples that each device sends with ``shard_data=True``, otherwise 0, an upper bound.
         """
         return device_traffic(self.setup)
 
