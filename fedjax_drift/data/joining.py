@@ -222,7 +222,7 @@ def owners_by_class(y: np.ndarray, counts: np.ndarray, seed: int) -> np.ndarray:
     return owner
 
 
-def of_clients(ids: np.ndarray, x: Any, y: Any, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def of_clients(ids: np.ndarray, x: Any, y: Any, sizes: np.ndarray) -> tuple[Any, ...]:
     """The examples of the clients ``ids`` in this order, and their numbers. sizes: [N], those of all clients."""
     ends = np.cumsum(sizes, dtype=np.int64)
     rows = np.concatenate([np.arange(ends[i] - sizes[i], ends[i]) for i in ids])
