@@ -23,6 +23,7 @@ class Needs(NamedTuple):
     accuracy: bool = False  # the evaluation reports an accuracy
     one_server: bool = False  # no topology with several servers
     weights: bool = False  # participation and aggregation keep the weights of the clients
+    equal_weights: bool = False  # all clients of a mean have the same weight, and no discount
 
     def __or__(self, other: Needs) -> Needs:  # type: ignore[override]
         """The needs of both."""

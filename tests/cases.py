@@ -22,6 +22,24 @@ CONSTANT: dict[str, Any] = {"lr_decay": 1.0}
 # Changes to the federation, in the same column as those to the local training.
 EVERYONE: dict[str, Any] = {"cohorts": [range(6)] * 3}
 EQUAL: dict[str, Any] = {"equal": True}  # all clients have 8 examples
+# Client 2 is away for ten rounds, and client 0 after its first ones. The cohorts have different sizes.
+AWAY: dict[str, Any] = {
+    "cohorts": [
+        (0, 1, 3),
+        (0, 2),
+        (1, 3, 4),
+        (5,),
+        (1, 3),
+        (4, 3),
+        (1,),
+        (1, 4),
+        (3, 5, 1),
+        (4,),
+        (1, 3),
+        (2, 0),
+        (2, 5),
+    ]
+}
 FIRST: dict[str, Any] = {"cohorts": COHORTS[:1]}  # one round
 CODE: dict[str, Any] = {"scale_by_size": True, "variate_lr": "initial", "variate_steps": "mean"}  # as in FedDC's code
 UNIFORM: dict[str, Any] = {"weighting": "uniform"}
@@ -151,6 +169,14 @@ CASES: list[Case] = [
     ("agnostic", {"domains": 3, "update": "projection", "domain_lr": 0.3, "lambda0": (0.2, 0.7, 0.1)}, {}),
     ("agnostic", {"domains": 3, "update": "none", "scale": "batch", "lambda0": (0.0, 0.7, 0.3)}, {}),
     ("agnostic", {"domains": 2, "domain": sign_of_the_first_input, "window": 2}, {}),
+    ("fedvarp", {}, BITES | MOMENTUM),
+    ("fedvarp", {"server_lr": 0.7}, AWAY),
+    ("mifa", {}, BITES | MOMENTUM),
+    ("mifa", {"server_lr": 0.7}, AWAY),
+    ("mifa", {}, {"cohorts": [range(6), *COHORTS]}),  # the first round of the paper
+    ("fedau", {}, BITES | MOMENTUM),
+    ("fedau", {"cutoff": 3, "server_lr": 0.7}, AWAY),
+    ("fedau", {"cutoff": None}, AWAY),
     ("ditto", {"lam": 0.3}, BITES | MOMENTUM),
     ("ditto", {"personal_epochs": 3, "weighting": "uniform"}, {}),
     ("pfedme", {"lam": 3.0}, BITES),
@@ -186,6 +212,11 @@ LIMITS: list[Limit] = [
         ("fedswa", {"rho": 1.0, "alpha": 1.0}), ("perfedavg", {"alpha": 0.0}), ("qfedavg", {"q": 0.0}),
         ("qfedavg", {"q": 0.0, "lipschitz": 3.0}), ("ifca", {"models": 1}), ("apfl", {"alpha": 0.0}),
     )),
+    *((name, {"server_lr": 0.7}, BITES | EVERYONE, "fedavg", {"server_lr": 0.7, **UNIFORM}) for name in (
+        "fedvarp", "mifa", "fedau",
+    )),
+    ("fedvarp", {}, FIRST, "fedavg", UNIFORM),
+    ("fedau", {"cutoff": 1, "server_lr": 2.0}, BITES, "fedavg", UNIFORM),  # omega is 1, and N / |S| is 2
     ("fedswa", {"rho": 1.0, "alpha": 1.5}, BITES, "fedavg", {"server_lr": 1.5, **UNIFORM}),
     ("fednova", {}, EQUAL | MOMENTUM, "fedavg", {}),
     ("moon", {"mu": 5.0}, FIRST, "fedavg", {}),

@@ -56,8 +56,9 @@ TIMINGS = {"synchronous": {}, "asynchronous": {"clock": fd.clock.asynchronous(4,
 def test_two_devices_give_the_results_of_one(name, timing) -> None:
     """Sampled cohorts, client states sharded over the devices, and clients that drop out or stop early."""
     algorithm, states = small(ALGORITHMS[name]), []
-    if TIMINGS[timing] and (algorithm.survey is not None or Needs.of(algorithm.requires).one_version):
-        pytest.skip("its rounds are synchronous")
+    needs = Needs.of(algorithm.requires)
+    if TIMINGS[timing] and (algorithm.survey is not None or needs.one_version or needs.equal_weights):
+        pytest.skip("its rounds are synchronous, or have no discount")
     for devices, bank in ((1, "device"), (2, "sharded")):
         mesh = fd.clients_mesh(jax.devices()[:devices])
         sim = contract_simulation(algorithm, mesh=mesh, bank=bank, lanes=1, **TIMINGS[timing])

@@ -1,4 +1,5 @@
-"""Every algorithm against the NumPy reference of `slow`, `slow_newer` and `slow_2026`, after every round.
+"""Every algorithm against the NumPy reference of `slow`, `slow_newer`, `slow_2026` and `slow_absent`, after every
+round.
 
 The table of what is compared is in cases.py. At the end of the rounds, the algorithm's `INVARIANTS` hold. The clients
 have different numbers of examples, and half of them are in a cohort.
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import slow
 import slow_2026
+import slow_absent
 import slow_newer
 from cases import CASES, CLASSES, COHORTS, FEATURES, FLOAT32, LIMITS, LOCAL, SIZES, case_id
 from small import first_of_each
@@ -25,7 +27,7 @@ import fedjax_drift as fd
 from fedjax_drift import tree
 from fedjax_drift.local import shuffle
 
-ORACLES = vars(slow) | vars(slow_newer) | vars(slow_2026)
+ORACLES = vars(slow) | vars(slow_newer) | vars(slow_2026) | vars(slow_absent)
 
 
 # --- invariants -------------------------------------------------------------------------------------------------------
@@ -73,6 +75,10 @@ def last_participation(end: End) -> Pairs:
     return [(end.clients.t, np.array(last))]
 
 
+def last_updates(end: End) -> Pairs:
+    return [(end.server.y, end.mean("y"))]
+
+
 def simplex(end: End) -> Pairs:
     weights = np.asarray(end.server.weights)
     return [(weights.sum(), 1.0), (weights, abs(weights))]
@@ -85,8 +91,9 @@ INVARIANTS: dict[str, Callable[[End], Pairs]] = {
     "feddc": means_of_feddc,
     "vrl_sgd": lambda end: [(end.mean("Delta"), tree.zeros_like(end.server.params))] * (len({*end.sizes}) == 1),
     "fedexp": lambda end: [(end.server.last_two_mean, jax.tree.map(lambda *w: sum(w) / 2, *end.models[-2:]))],
-    "localghbm": last_participation,
+    **dict.fromkeys(("localghbm", "fedau"), last_participation),
     "agnostic": simplex,
+    **dict.fromkeys(("fedvarp", "mifa"), last_updates),
 }
 
 

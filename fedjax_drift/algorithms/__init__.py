@@ -16,6 +16,7 @@ from fedjax_drift.algorithms.ditto import ditto
 from fedjax_drift.algorithms.fedacg import fedacg
 from fedjax_drift.algorithms.fedadamw import fedadamw
 from fedjax_drift.algorithms.fedadc import fedadc
+from fedjax_drift.algorithms.fedau import fedau
 from fedjax_drift.algorithms.fedavg import fedavg
 from fedjax_drift.algorithms.fedavgm import fedavgm
 from fedjax_drift.algorithms.fedcm import fedcm
@@ -42,9 +43,11 @@ from fedjax_drift.algorithms.fedsmoo import fedsmoo
 from fedjax_drift.algorithms.fedsol import fedsol
 from fedjax_drift.algorithms.fedspeed import fedspeed
 from fedjax_drift.algorithms.fedswa import fedmoswa, fedswa
+from fedjax_drift.algorithms.fedvarp import fedvarp
 from fedjax_drift.algorithms.ghbm import fedhbm, ghbm, localghbm
 from fedjax_drift.algorithms.ifca import hypcluster, ifca
 from fedjax_drift.algorithms.lfd import lfd
+from fedjax_drift.algorithms.mifa import mifa
 from fedjax_drift.algorithms.mime import mime, mimelite
 from fedjax_drift.algorithms.moon import moon
 from fedjax_drift.algorithms.partly_shared import partly_shared
@@ -65,6 +68,7 @@ __all__ = [  # a literal list, because type checkers read it
     "fedspeed", "fedsmoo", "fedlesam", "fedadamw",
     "feddecorr", "fedgamma", "mime", "mimelite", "adabest", "fedswa", "fedmoswa",
     "ghbm", "localghbm", "fedhbm", "fedgmt", "fedsol", "qfedavg", "agnostic",
+    "fedvarp", "mifa", "fedau",
     "ditto", "pfedme", "apfl", "perfedavg", "ifca", "hypcluster",
     "partly_shared", "fedper", "fedrep", "fedbabu", "lg_fedavg", "fedbn",
 ]  # fmt: skip

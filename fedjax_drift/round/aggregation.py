@@ -99,8 +99,8 @@ def clipped(norm: Positive) -> Aggregation:
     changes them more than others, and the noise of `private` disturbs these numbers.
 
     Clipping changes the message, but not the state that the client keeps. Server variables that track the mean of the
-    client states (SCAFFOLD's c, FedDyn's h) can therefore differ from that mean. A message with values that are not
-    finite stays non-finite. Use ``on_nonfinite="drop_client"`` to drop the client that sent it.
+    client states (SCAFFOLD's c, FedDyn's h, MIFA's ybar) can therefore differ from that mean. A message with values
+    that are not finite stays non-finite. Use ``on_nonfinite="drop_client"`` to drop the client that sent it.
 
     Args:
       norm: largest norm of a message, > 0.

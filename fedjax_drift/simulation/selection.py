@@ -12,7 +12,7 @@ from fedjax_drift import checks
 from fedjax_drift.participation import Clients, Participation, uniform
 from fedjax_drift.participation.cohorts import SHORT_NAMES
 from fedjax_drift.round.selection import Selection
-from fedjax_drift.types import THREEFRY
+from fedjax_drift.types import THREEFRY, Algorithm
 
 
 def rule_of(participation: Any, options: dict[str, Any]) -> Participation:
@@ -58,3 +58,11 @@ def selection_of(rule: Participation, N: int, K: int) -> Selection:
     if available is not None and (available.shape != (N,) or available.dtype != bool):
         checks.refuse(f"available of {rule.name} must return bool [{N}], one for each client", checks.shown(available))
     return Selection(rule, K, capacity, factor is not None or not rule.distinct, asks_losses)
+
+
+def check_weights(algorithm: Algorithm, selection: Selection) -> None:
+    """Checks that a rule does not weigh clients, if the algorithm needs equal weights."""
+    if algorithm.requires.equal_weights and (selection.factors or selection.rule.expected is not None):
+        what = f"{algorithm.name} needs a participation rule that selects different clients with equal weights"
+        fix = "pass fd.participation.trace(...) or uniform(), for example"
+        checks.refuse(f"{what}, because it makes up for clients that are away itself", selection.rule.name, fix)

@@ -37,7 +37,7 @@ from fedjax_drift.simulation.fit import check_model
 from fedjax_drift.simulation.lanes import lane_of
 from fedjax_drift.simulation.options import Options
 from fedjax_drift.simulation.placement import moved, shardings_of
-from fedjax_drift.simulation.selection import selection_of
+from fedjax_drift.simulation.selection import check_weights, selection_of
 from fedjax_drift.simulation.sources import redeal_of, sources_of
 from fedjax_drift.simulation.timing import check_clock
 from fedjax_drift.simulation.topology import check_memory, check_topology
@@ -194,6 +194,7 @@ def assemble(given: Options) -> Setup:
     validate.check_aggregation(aggregation, algorithm, participation, over_selected, data)
     if aggregation.poisson:  # privacy accounting assumes independent draws
         selection = selection_of(bernoulli(nonempty=False), N, clients_selected)
+    check_weights(algorithm, selection)
     validate.check_requirements(algorithm, model, local, data.x_test is not None)
     if model.statistics is not None:
         validate.check_statistics(model.statistics.kept, algorithm, aggregation)

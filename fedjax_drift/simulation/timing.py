@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import numpy as np
 
 from fedjax_drift import checks
@@ -72,14 +73,20 @@ def check_clock(options: Options, selection: Selection) -> Devices | None:
 
 def check_versions(options: Options) -> None:
     """Checks that messages of clients that started in different rounds have a common mean."""
-    algorithm, local, needs = options.algorithm, options.local, options.algorithm.requires
+    algorithm, local, needs, clock = options.algorithm, options.local, options.algorithm.requires, options.clock
     fix = f"leave clock= out, or pass concurrency={options.cohort_size}, with which all clients start together"
     if needs.one_version:
         reason = "on whose scale their messages depend"
         what = f"{algorithm.name} needs clients that start with the same variables of the server, {reason}"
-        checks.refuse(what, f"{options.clock.name} rounds", fix)
+        checks.refuse(what, f"{clock.name} rounds", fix)
     if needs.one_rate and (callable(local.lr) or checks.used(local.lr_decay - 1)):
         given = "a schedule" if callable(local.lr) else f"lr_decay={local.lr_decay}"
         reason = "because the mean of their updates is divided by one learning rate"
-        what = f"{algorithm.name} needs a constant learning rate in {options.clock.name} rounds, {reason}"
+        what = f"{algorithm.name} needs a constant learning rate in {clock.name} rounds, {reason}"
         checks.refuse(what, given, f"pass a number as lr, or {fix}")
+    if needs.equal_weights and (clock.mixes == "models" or clock.discount is not jnp.ones_like):
+        given = "a discount" if clock.mixes == "updates" else 'mixes="models"'
+        what = (
+            f"{algorithm.name} needs updates with equal weights, because it makes up for clients that are away itself"
+        )
+        checks.refuse(what, given, f'use staleness="constant" and mixes="updates", or {fix}')
