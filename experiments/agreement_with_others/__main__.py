@@ -51,6 +51,8 @@ SOURCES = {  # script: (repository, what it is)
     "fair_flearn": ("litian96/fair_flearn", "By the authors of q-FedAvg, with a copy of AFL."),
     "ifca": ("jichan3751/ifca", "By the authors of IFCA."),
     "fedswa": ("junkangLiu0/FedSWA", "By the authors of FedSWA and FedMoSWA."),
+    "fedau": ("IBM/fedau", "By the authors of FedAU, with copies of FedVARP and MIFA."),
+    "mifa": ("hmgxr128/MIFA_code", "By the authors of MIFA."),
 }
 
 
