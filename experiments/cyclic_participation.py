@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -61,21 +62,22 @@ def federation(seed: int) -> fd.FederatedData:
     return replace(data, x_test=data.x_test[::2], y_test=data.y_test[::2])
 
 
-def simulate(data: fd.FederatedData, rule: str, name: str, lr: float, **settings: float) -> fd.Simulation:
-    local, algorithm = fd.LocalTraining(epochs=1, batch_size=50, lr=lr, clip_norm=10.0), ALGORITHMS[name][0](**settings)
-    options = {"cohort_size": 10, "participation": RULES[rule], "measure": "gradients"}
-    return fd.Simulation(MODEL, data, algorithm, local=local, **options)
+def simulate(
+    data: fd.FederatedData, rule: fd.participation.Participation, factory: Callable, lr: float, measure: str = "none",
+    **settings: float,
+) -> fd.Simulation:  # fmt: skip
+    local = fd.LocalTraining(epochs=1, batch_size=50, lr=lr, clip_norm=10.0)
+    options = {"cohort_size": 10, "participation": rule, "measure": () if measure == "none" else measure}
+    return fd.Simulation(MODEL, data, factory(**settings), local=local, **options)
 
 
 def score(history: list[dict]) -> float:
     return float(np.mean([record["accuracy"] for record in history[-LAST:]]))
 
 
-def tuned(data: fd.FederatedData, rule: str, name: str, rounds: int) -> dict[str, float]:
-    """The settings with the best validation accuracy."""
-    settings = fd.grid(lr=LEARNING_RATES, **ALGORITHMS[name][1])
-    build = partial(simulate, data, rule, name)
-    runs = fd.sweep(build, rounds, [TUNING_SEED], settings, 1, measure_every=10**6, progress=False)
+def tuned(build: Callable[..., fd.Simulation], settings: list[dict], rounds: int) -> dict[str, float]:
+    """The settings with the best validation accuracy. build: ``build(**setting) -> simulation``."""
+    runs = fd.sweep(build, rounds, [TUNING_SEED], settings, 1, progress=False)
     return dict(max(runs, key=lambda run: np.nan_to_num(score(run.history))).setting)
 
 
@@ -92,16 +94,17 @@ def main() -> None:
     file = arguments.output / "cyclic_participation.json" if arguments.output else None
     found: list[dict] = json.loads(file.read_text()) if file and file.exists() else []
     settings_of = {(run["algorithm"], run["participation"]): run["settings"] for run in found}
-    for name in ALGORITHMS:
-        for rule in RULES:
+    for name, (factory, others) in ALGORITHMS.items():
+        for rule, participation in RULES.items():
             if (name, rule) in settings_of:
                 continue
             start = time.perf_counter()
             known = settings_of.get((name, "uniform")) if rule == "cyclic, random groups" else None
-            settings = settings_of[name, rule] = known or tuned(validation, rule, name, arguments.rounds)
+            build, grid = partial(simulate, validation, participation, factory), fd.grid(lr=LEARNING_RATES, **others)
+            settings = settings_of[name, rule] = known or tuned(build, grid, arguments.rounds)
             histories = []
             for seed, data in zip(SEEDS, federations, strict=True):
-                sim = simulate(data, rule, name, **settings)
+                sim = simulate(data, participation, factory, measure="gradients", **settings)
                 (run,) = sim.sweep(arguments.rounds, [seed], 1, measure_every=50, progress=False)
                 histories.append(run.history)
             found.append({
