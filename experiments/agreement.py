@@ -50,11 +50,13 @@ def simulate(name: str, devices: int) -> fd.Simulation:
     sizes = [3, 10, 7, 25, 1, 16, 12, 30, 5, 8] * 2
     rows = [(rng.normal(size=(n, 6)).astype(np.float32), rng.integers(0, 4, n)) for n in sizes]
     data = fd.FederatedData.from_clients(rows, test=rows[7])
-    required = [p.name for p in inspect.signature(ALGORITHMS[name]).parameters.values() if p.default is p.empty]
+    required = {p.name: 0.1 for p in inspect.signature(ALGORITHMS[name]).parameters.values() if p.default is p.empty}
+    of_shapes = {"unlabelled": rows[0][0], "classes": 4, "features": 6}
+    required |= {name: value for name, value in of_shapes.items() if name in required}
     return fd.Simulation(
         fd.models.linear((6,), 4, cosine=True),
         data,
-        ALGORITHMS[name](**dict.fromkeys(required, 0.1)),
+        ALGORITHMS[name](**required),
         local=fd.LocalTraining(epochs=2, batch_size=5, lr=0.05),
         cohort_size=9,
         shard_data=devices > 1,

@@ -155,8 +155,8 @@ def check_hyper_parameters(simulation: Simulation) -> None:
     passed = [float(number) for number in compiled[1].numbers]
     _require(np.allclose(passed, [0.9 * number for number in numbers], rtol=1e-6), "hyper-parameters must be passed on")
     state = simulation.init(jax.random.key(SEED))
-    params = [sim.round_fn(state, COHORTS[0])[0].params for sim in (simulation, other)]
-    _require(not _equal(*params), "other hyper-parameters must change the result")
+    servers = [sim.round_fn(state, COHORTS[0])[0].server for sim in (simulation, other)]
+    _require(not _equal(*servers), "other hyper-parameters must change the result")
 
 
 CHECKS: tuple[Callable[[Simulation], None], ...] = (check_rounds, check_zero_gradient, check_hyper_parameters)

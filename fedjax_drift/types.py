@@ -176,6 +176,7 @@ class Round(NamedTuple):
     num_clients: int  # N
     mean_size: float  # mean of n_i over all N clients
     surveyed: PyTree = None  # as in `Work`
+    model: Any = None  # the `Model`, for servers that train (FedDF)
 
 
 class Algorithm(NamedTuple):

@@ -376,6 +376,7 @@ EXCEPTIONS: dict[str, dict[str, Kind]] = {
 }
 NEED: dict[str, dict[str, Any]] = {  # other valid arguments
     "erdos_renyi": {"p": 0.5},
+    "feddf": {"unlabelled": np.ones((2, 3))},
     **dict.fromkeys(("vit", "encoder", "decoder"), {"depth": 1, "width": 12, "heads": 1}),
 }
 

@@ -177,6 +177,10 @@ CASES: list[Case] = [
     ("fedau", {}, BITES | MOMENTUM),
     ("fedau", {"cutoff": 3, "server_lr": 0.7}, AWAY),
     ("fedau", {"cutoff": None}, AWAY),
+    ("feddf", {"unlabelled": 11, "steps": 7, "lr": 0.05, "batch_size": 4}, BITES),
+    ("feddf", {"unlabelled": 5, "steps": 3, "lr": 0.1, "seed": 3}, ADAM),
+    ("fedproto", {"classes": CLASSES, "features": 4}, BITES | MOMENTUM),
+    ("fedproto", {"classes": CLASSES, "features": 4, "lam": 3.0, "weighting": "uniform"}, {}),
     ("ditto", {"lam": 0.3}, BITES | MOMENTUM),
     ("ditto", {"personal_epochs": 3, "weighting": "uniform"}, {}),
     ("pfedme", {"lam": 3.0}, BITES),
@@ -205,6 +209,7 @@ LIMITS: list[Limit] = [
         ("feddecorr", {"beta": 0.0}), ("fedsol", {"rho": 0.0}), ("moon", {"mu": 0.0}), ("hypcluster", {"models": 1}),
         ("ghbm", {"beta": 0.0}), ("ghbm", {"tau": 10}), ("localghbm", {"beta": 0.0}), ("fedhbm", {"beta": 0.0}),
         ("agnostic", {"domains": 1, "domain": the_same, "scale": "batch"}), ("partly_shared", {"personal": nothing}),
+        ("feddf", {"unlabelled": 11, "steps": 0}),
     )),
     *((name, arguments, BITES, "fedavg", UNIFORM) for name, arguments in (
         ("slowmo", {"beta": 0.0}), ("fedcm", {"alpha": 1.0}), ("fedsam", {"rho": 0.0}), ("fedexp", {"eps": 1e9}),
@@ -219,6 +224,9 @@ LIMITS: list[Limit] = [
     ("fedau", {"cutoff": 1, "server_lr": 2.0}, BITES, "fedavg", UNIFORM),  # omega is 1, and N / |S| is 2
     ("fedswa", {"rho": 1.0, "alpha": 1.5}, BITES, "fedavg", {"server_lr": 1.5, **UNIFORM}),
     ("fednova", {}, EQUAL | MOMENTUM, "fedavg", {}),
+    # The mean of linear models has the mean of their logits, so there is nothing to distil. With more steps, Adam
+    # enlarges rounding errors of the gradient.
+    ("feddf", {"unlabelled": 11, "steps": 1, **UNIFORM}, BITES, "fedavg", UNIFORM),
     ("moon", {"mu": 5.0}, FIRST, "fedavg", {}),
     ("moon", {"mu": 5.0, "first": "random_init"}, FIRST, "fedavg", {}),
     ("fedlesam", {"rho": 2.0}, FIRST, "fedavg", UNIFORM),

@@ -23,14 +23,17 @@ from fedjax_drift.types import Needs
 alg = fd.algorithms
 
 
-def small(factory):
-    """Returns the algorithm with 0.1 for every hyper-parameter that has no default.
+def small(factory, features=6, inputs=5):
+    """Returns the algorithm with 0.1 for every hyper-parameter that has no default, for a model of three classes.
 
-    Its weight decay is 0, because weight decay changes a model even if all gradients are 0.
+    Its weight decay is 0, because weight decay changes a model even if all gradients are 0. Likewise, unlabelled
+    examples are 0: rounding errors of an ensemble of equal models would move a model.
     """
     parameters = inspect.signature(factory).parameters
-    required = [p.name for p in parameters.values() if p.default is p.empty]
-    return factory(**dict.fromkeys(required, 0.1), **({"weight_decay": 0.0} if "weight_decay" in parameters else {}))
+    required = {p.name: 0.1 for p in parameters.values() if p.default is p.empty}
+    of_shapes = {"unlabelled": np.zeros((4, inputs), np.float32), "classes": 3, "features": features}
+    required |= {name: value for name, value in of_shapes.items() if name in required}
+    return factory(**required, **({"weight_decay": 0.0} if "weight_decay" in parameters else {}))
 
 
 # One algorithm of each kind. The core has all of them, and `partly_shared`, in test_trajectories.py.

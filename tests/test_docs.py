@@ -175,6 +175,7 @@ def test_the_algorithms_page_lists_every_factory_with_its_state() -> None:
     assert [name for name, *_ in rows] == list(ALGORITHMS)
     assert fd.algorithms.__all__ == ["ALGORITHMS", *ALGORITHMS]
     given = {"mu": 0.1, "alpha": 0.1, "beta": 0.9, "server_lr": 0.1}
+    given |= {"unlabelled": [[0.0]], "classes": 62, "features": 84}
     models = {"lenet5": fd.models.lenet5(62), "cosine": fd.models.lenet5(62, cosine=True)}
     models["resnet18"] = fd.models.resnet18()
     shapes = {name: jax.eval_shape(model.init, jax.random.key(0)) for name, model in models.items()}

@@ -82,6 +82,8 @@ def made(factory: Any, model: fd.Model) -> fd.Algorithm:
     """
     parameters = inspect.signature(factory).parameters.values()
     options: dict[str, Any] = {each.name: 0.1 for each in parameters if each.default is each.empty}
+    of_shapes = {"unlabelled": np.ones((4, 4)), "classes": 3, "features": SHAPES["classifier"][0]}
+    options |= {name: value for name, value in of_shapes.items() if name in options}
     if any(each.name == "models" for each in parameters):
         options["models"] = [*map(model.init, jax.random.split(jax.random.key(2)))]
     if any(each.name == "personal" for each in parameters):

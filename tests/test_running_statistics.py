@@ -216,7 +216,7 @@ FOLLOWS_ACCURACY = ("fedgvr", "fedgvrgm")
 @pytest.mark.parametrize("kept", ["average", "local", "frozen"])
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_handles_the_statistics_or_is_refused(name, kept) -> None:
-    algorithm = small(ALGORITHMS[name])
+    algorithm = small(ALGORITHMS[name], HIDDEN)
     refused = (algorithm.requires.one_model and kept != "frozen") or (name in FOLLOWS_ACCURACY and kept == "local")
     if refused:
         with pytest.raises(ConfigurationError, match=f"{name} .*got statistics=.{kept}"):
@@ -231,7 +231,9 @@ def test_every_algorithm_handles_the_statistics_or_is_refused(name, kept) -> Non
     # Every server adds the mean change of the statistics to them, whatever it does with the other leaves.
     mean = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.25, leaf.dtype), message)
     surveyed = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), surveys[0]) if surveys else None
-    context = fd.types.Round(jnp.int32(0), jnp.float32(0.1), jnp.float32(0.5), len(SIZES), 5.0, surveyed)
+    context = fd.types.Round(
+        jnp.int32(0), jnp.float32(0.1), jnp.float32(0.5), len(SIZES), 5.0, surveyed, sim.setup.engine.model
+    )
     new = sim.setup.engine.algorithm.server_update(server, mean, context)
     moved = jax.tree.map(lambda s: s + 0.25 * (kept == "average"), start["batch_stats"])
     jax.tree.map(np.testing.assert_array_equal, new.params["batch_stats"], moved)

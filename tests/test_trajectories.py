@@ -1,5 +1,4 @@
-"""Every algorithm against the NumPy reference of `slow`, `slow_newer`, `slow_2026` and `slow_absent`, after every
-round.
+"""Every algorithm against the NumPy reference of `slow` and the files that continue it, after every round.
 
 The table of what is compared is in cases.py. At the end of the rounds, the algorithm's `INVARIANTS` hold. The clients
 have different numbers of examples, and half of them are in a cohort.
@@ -19,6 +18,7 @@ import pytest
 import slow
 import slow_2026
 import slow_absent
+import slow_distilled
 import slow_newer
 from cases import CASES, CLASSES, COHORTS, FEATURES, FLOAT32, LIMITS, LOCAL, SIZES, case_id
 from small import first_of_each
@@ -27,7 +27,7 @@ import fedjax_drift as fd
 from fedjax_drift import tree
 from fedjax_drift.local import shuffle
 
-ORACLES = vars(slow) | vars(slow_newer) | vars(slow_2026) | vars(slow_absent)
+ORACLES = vars(slow) | vars(slow_newer) | vars(slow_2026) | vars(slow_absent) | vars(slow_distilled)
 
 
 # --- invariants -------------------------------------------------------------------------------------------------------
@@ -136,6 +136,11 @@ def order(key: jax.Array, epochs: int, sizes: Sequence[int], t: int, i: int, epo
     return shuffled(shuffle_key, i, sizes)
 
 
+def drawn(t: int, n: int, seed: int) -> np.ndarray:
+    """The order of n unlabelled examples in round t."""
+    return np.asarray(jax.random.permutation(jax.random.fold_in(jax.random.key(seed), t), n))
+
+
 def rounds_of(sim: fd.Simulation, cohorts: Sequence[Sequence[int]]) -> tuple[jax.Array, list[Any], list[Any]]:
     """Runs rounds with these cohorts. Returns the key, and the global models and the infos of all rounds."""
     state = sim.init(jax.random.key(0))
@@ -180,7 +185,7 @@ TWO_LAYERS = of_shapes(
     shapes={"w1": (FEATURES, slow.HIDDEN), "b1": (slow.HIDDEN,), "w2": (slow.HIDDEN, CLASSES), "b2": (CLASSES,)},
     features=hidden, head=head,
 )  # fmt: skip
-NETWORKS = {"lfd": COSINES, "moon": TWO_LAYERS, "feddecorr": TWO_LAYERS}  # by slow algorithm
+NETWORKS = {"lfd": COSINES, **dict.fromkeys(("moon", "feddecorr", "fedproto"), TWO_LAYERS)}  # by slow algorithm
 
 
 @cache
@@ -198,6 +203,9 @@ def of_both(algorithm: str, arguments: dict[str, Any], shapes: Any) -> tuple[fd.
     if algorithm == "partly_shared":
         ours = {"personal": "b"} | ours | {"base": getattr(fd.algorithms, ours.get("base", "fedavg"))()}
         theirs["personal"] = slow.pack({name: np.full(shape, name == "b") for name, shape in shapes.items()}) > 0
+    if "unlabelled" in ours:
+        ours["unlabelled"] = theirs["unlabelled"] = np.random.default_rng(3).normal(size=(ours["unlabelled"], FEATURES))
+        theirs["drawn"] = drawn
     if ours.get("models", 1) > 1:  # a single one is the initial model
         rng = np.random.default_rng(2)
         models = [{name: rng.normal(size=shape) for name, shape in shapes.items()} for _ in range(ours["models"])]
@@ -216,6 +224,7 @@ def reported(name: str, sim: fd.Simulation, state: fd.ServerState, info: dict[st
     if name == "counts":
         return [info[each] for each in sorted(info) if each.startswith("clients_of_model_")]
     places = {"alpha": "clients.alpha", "lambda": "server.weights", "average": "server.average"}
+    places["prototypes"] = "server.prototypes"
     if name not in places:
         return info[name]
     found = operator.attrgetter(places[name])(state)

@@ -31,7 +31,7 @@ REQUIRED = {
     "fedadagrad": {"server_lr": 0.01}, "slowmo": {"beta": 0.7}, "fedadc": {"beta": 0.7}, "feddyn": {"alpha": 0.01},
     "feddc": {"alpha": 0.01}, "constrained": {"mu": 0.1}, "agnostic": {"domains": 62},
 }  # fmt: skip
-LEFT_OUT = ("fedrep", "fedbn")
+LEFT_OUT = ("fedrep", "fedbn", "feddf", "fedproto")
 
 
 def size(tree_: object) -> int:

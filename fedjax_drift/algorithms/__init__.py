@@ -22,6 +22,7 @@ from fedjax_drift.algorithms.fedavgm import fedavgm
 from fedjax_drift.algorithms.fedcm import fedcm
 from fedjax_drift.algorithms.feddc import feddc
 from fedjax_drift.algorithms.feddecorr import feddecorr
+from fedjax_drift.algorithms.feddf import feddf
 from fedjax_drift.algorithms.feddyn import feddyn
 from fedjax_drift.algorithms.fedeve import fedeve
 from fedjax_drift.algorithms.fedexp import fedexp
@@ -36,6 +37,7 @@ from fedjax_drift.algorithms.fednova import fednova
 from fedjax_drift.algorithms.fedntd import fedntd
 from fedjax_drift.algorithms.fedopt import fedadagrad, fedadam, fedyogi
 from fedjax_drift.algorithms.fedper import fedbabu, fedbn, fedper, fedrep, lg_fedavg
+from fedjax_drift.algorithms.fedproto import fedproto
 from fedjax_drift.algorithms.fedprox import fedprox
 from fedjax_drift.algorithms.fedreg import fedreg
 from fedjax_drift.algorithms.fedsam import fedsam, mofedsam
@@ -68,8 +70,8 @@ __all__ = [  # a literal list, because type checkers read it
     "fedspeed", "fedsmoo", "fedlesam", "fedadamw",
     "feddecorr", "fedgamma", "mime", "mimelite", "adabest", "fedswa", "fedmoswa",
     "ghbm", "localghbm", "fedhbm", "fedgmt", "fedsol", "qfedavg", "agnostic",
-    "fedvarp", "mifa", "fedau",
-    "ditto", "pfedme", "apfl", "perfedavg", "ifca", "hypcluster",
+    "fedvarp", "mifa", "fedau", "feddf",
+    "ditto", "pfedme", "apfl", "perfedavg", "ifca", "hypcluster", "fedproto",
     "partly_shared", "fedper", "fedrep", "fedbabu", "lg_fedavg", "fedbn",
 ]  # fmt: skip
 __dir__ = __all__.copy

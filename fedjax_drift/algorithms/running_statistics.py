@@ -26,6 +26,7 @@ import jax.numpy as jnp
 
 from fedjax_drift import tree
 from fedjax_drift.local import train
+from fedjax_drift.model import Model
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Trained, Work, algorithm, whole
 from fedjax_drift.wrapping import inside
 
@@ -79,7 +80,7 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
 
     def server_update(server: Server, mean: Message, context: Round) -> Server:
         s = jax.tree.map(jnp.add, server.statistics, mean.change) if averaged else server.statistics  # (1)
-        return inner.server_update(server, mean, context)._replace(statistics=s)
+        return inner.server_update(server, mean, seen_by_base(context, s))._replace(statistics=s)
 
     def personal(server: Server, client: Client, work: Work) -> Params:
         params = server.base.params if inner.personal is None else inner.personal(server, client, work)
@@ -107,13 +108,21 @@ def with_running_statistics(base: Algorithm, kept: str) -> Algorithm:
 
 def separated(work: Work, statistics: PyTree) -> Work:
     """The work with a model whose parameters are those under "params", and that starts with these statistics."""
-    model = work.model
+    return work._replace(model=of_parameters(work.model, statistics), statistics=statistics)
+
+
+def seen_by_base(context: Round, statistics: PyTree) -> Round:
+    """The round of the base algorithm's server, whose model has these statistics."""
+    return context if context.model is None else context._replace(model=of_parameters(context.model, statistics))
+
+
+def of_parameters(model: Model, statistics: PyTree) -> Model:
+    """The model whose parameters are those under "params"."""
 
     def of_params(function: Any) -> Any:
         return lambda params, *inputs: function(whole(params, statistics), *inputs)
 
-    model = model.with_functions(of_params)._replace(init=lambda key: work.model.init(key)["params"])
-    return work._replace(model=model, statistics=statistics)
+    return model.with_functions(of_params)._replace(init=lambda key: model.init(key)["params"])
 
 
 def fine_tuned(work: Work, model: Params) -> Params:

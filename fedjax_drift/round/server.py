@@ -31,8 +31,8 @@ def update_server(engine: Engine, state: ServerState, assigned: Assignment, trai
     algorithm, receivers, shared = engine.algorithm, engine.receivers, assigned.shared
 
     def context(received: Received) -> Round:
-        mean_size = engine.federation.mean_size
-        return Round(state.round, shared.lr, received.participation, received.clients, mean_size, received.surveyed)
+        share, N, mean_size = received.participation, received.clients, engine.federation.mean_size
+        return Round(state.round, shared.lr, share, N, mean_size, received.surveyed, engine.model)
 
     def update(server: Any, received: Received) -> Any:
         new = algorithm.server_update(server, received.total, context(received))

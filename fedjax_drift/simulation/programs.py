@@ -332,7 +332,7 @@ def _checksum(form: recipes.Form, count: int, structure: Any, leaves: tuple[jax.
         engine: Engine = recipes.join(form, numbers, frozen)
         *surveys, result = results(engine, state.server, rows)
         one, surveyed = jnp.ones((), result.weight.dtype), summed(surveys[0].message) if surveys else None
-        context = Round(state.round, one, one, engine.num_clients, engine.federation.mean_size, surveyed)
+        context = Round(state.round, one, one, engine.num_clients, engine.federation.mean_size, surveyed, engine.model)
         return result, engine.algorithm.server_update(state.server, summed(result.message), context)
 
     traced = jax.make_jaxpr(updates)((1.0,) * count, *jax.tree.unflatten(structure, leaves))
