@@ -52,16 +52,19 @@ def test_a_round_of_feddf_by_hand() -> None:
 
 @pytest.mark.parametrize("weighting, C_0", [("examples", 13 / 4), thorough("uniform", 5 / 2)])
 def test_two_rounds_of_fedproto_by_hand(weighting, C_0) -> None:
-    """a_i <- a_i - lr lam 2 (a_i x_i - C_0) x_i, from the second round on."""
-    clients = [(ONE, ZERO), (4 * ONE.repeat(3, 0), ZERO.repeat(3))]
+    """a_i <- a_i - lr lam 2 (a_i x_i - C_0) x_i, from the second round on. Client 2, the only one with class 1, is in
+    the first round only. Its prototype stays."""
+    clients = [(ONE, ZERO), (4 * ONE.repeat(3, 0), ZERO.repeat(3)), (2 * ONE, CLASS_1)]
     local = fd.LocalTraining(batch_size=10, lr=0.01)
     sim = simulate(SCALE, clients, A.fedproto(2, 1, lam=0.5, weighting=weighting), local=local)
-    state, _ = sim.round_fn(sim.init(jax.random.key(0)))
-    assert state.clients.model.tolist() == [1, 1] and state.server.known.tolist() == [True, False]
-    assert state.server.prototypes.ravel().tolist() == [pytest.approx(C_0), 0]
-    state, info = sim.round_fn(state)
+    start = sim.init(jax.random.key(0))
+    state, _ = sim.round_fn(start, [0, 1, 2])
+    assert state.clients.model.tolist() == [1, 1, 1] and start.server.known.tolist() == [False, False]
+    assert state.server.prototypes.ravel().tolist() == [pytest.approx(C_0), 2]
+    state, info = sim.round_fn(state, [0, 1])
+    assert state.server.known.tolist() == [True, True] and float(state.server.prototypes[1, 0]) == 2
     a = np.array([1 - 0.01 * (1 - C_0), 1 - 0.01 * (4 - C_0) * 4])
-    np.testing.assert_allclose(state.clients.model, a, rtol=1e-6)
+    np.testing.assert_allclose(state.clients.model[:2], a, rtol=1e-6)
     weights = [1, 3] if weighting == "examples" else [1, 1]
     assert float(state.server.prototypes[0, 0]) == pytest.approx(np.average(a * [1, 4], weights=weights))
     assert info["uplink_bytes"].tolist() == [4 * 2 * (1 + 1)] * 2 and float(state.params) == 1
