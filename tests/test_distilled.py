@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import random_clients, thorough
+from small import assert_close, random_clients, thorough
 
 import fedjax_drift as fd
 
@@ -76,15 +76,17 @@ def test_fedproto_without_the_term_is_local_training() -> None:
     clients = random_clients([3, 10, 7, 1], 5, 3)
     model, local = fd.models.emnist_nn(3, (5,)), fd.LocalTraining(epochs=2, batch_size=4, lr=0.2)
     states = []
-    for algorithm in (A.fedproto(3, model_features(model, clients), lam=0.0), A.ditto(lam=0.0)):
+    features = model.features(model.init(jax.random.key(0)), clients[0][0]).shape[1]
+    for algorithm in (A.fedproto(3, features, lam=0.0), A.ditto(lam=0.0)):
         sim = simulate(model, clients, algorithm, local=local, cohort_size=2)
         state, _ = sim.run(sim.init(jax.random.key(1)), 4, eval_every=0, progress=False)
         states.append(state.clients[0])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *states)
-
-
-def model_features(model: fd.Model, clients: list) -> int:
-    return model.features(model.init(jax.random.key(0)), clients[0][0]).shape[1]
+    assert_close(*states)
+    new = []
+    for algorithm in (A.fedproto(3, features, lam=0.0), A.fedavg()):
+        sim = simulate(model, clients, algorithm, local=local)
+        new.append(sim.evaluate_new(sim.init(jax.random.key(1)), sim.data, 5))
+    assert_close(*new)
 
 
 @pytest.mark.thorough

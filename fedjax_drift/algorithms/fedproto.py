@@ -21,7 +21,7 @@ Deviations:
 - The authors' code takes the means of (3) over the last local epoch, while the model changes.
 - In the paper and its code, all clients train in every round. The paper also lets clients have different networks. Here
   they have one. The code trains with a momentum of 0.5 (`LocalTraining`).
-- The paper also classifies by the nearest prototype. Here a client uses its classifier.
+- The authors' code also classifies by the nearest prototype. Here a client uses its classifier.
 """
 
 from __future__ import annotations
