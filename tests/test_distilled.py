@@ -106,6 +106,7 @@ def test_enough_steps_of_feddf_reach_the_ensemble() -> None:
     assert error[1] < 1e-2 < error[0]
 
 
+@pytest.mark.thorough
 def test_the_unlabelled_examples_of_a_round() -> None:
     """Two batches of 2 of the 5 examples. All clients and the server see the same, and another round sees others."""
     seen: list[Any] = []
@@ -161,6 +162,7 @@ def test_wrong_uses(call, message) -> None:
         call()
 
 
+@pytest.mark.thorough
 def test_unlabelled_examples_are_read_from_a_file(tmp_path) -> None:
     np.save(tmp_path / "public.npy", RNG.normal(size=(4, 30)).astype(np.float32))
     words = "--dataset synthetic:num_clients=8,num_rows=160 --cohort 4 --rounds 1 --algorithm"

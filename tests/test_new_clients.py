@@ -124,7 +124,7 @@ TRUTHS: dict[str, tuple[Callable, Callable[[W, Gradient], W]]] = {
     "apfl": (lambda: A.apfl(alpha=0.25), mixed),
     "compressed": (lambda: fd.compression.compressed(A.perfedavg(alpha=0.3), fd.compression.none()), inner),
 }
-CORE = ("fedavg", "perfedavg", "fedrep", "ditto")
+CORE = ("perfedavg", "fedrep", "ditto")
 
 
 @pytest.mark.parametrize("name", [name if name in CORE else thorough(name) for name in TRUTHS])
@@ -202,6 +202,7 @@ def test_scores_do_not_depend_on_the_placement(data, monkeypatch, where) -> None
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_pairs_are_split(data) -> None:
     sim, state = simulate(data.only(OLD), A.fedavg())
     pairs = [data.client(i) for i in NEW]
