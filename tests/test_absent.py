@@ -81,11 +81,11 @@ def test_the_updates_of_fedvarp_have_no_variance_if_they_do_not_change() -> None
         assert float(sim.round_fn(same, cohort)[0].params) == pytest.approx(everyone, rel=1e-5)
 
 
-def simulate(algorithm: fd.Algorithm, data_model: tuple = TARGETS, cohort_size: int = 2, **options) -> fd.Simulation:
+def simulate(algorithm: fd.Algorithm, data_model: tuple = TARGETS, cohort_size: int = 2, lr: float = 0.5, **options):
     data, model = data_model
     mesh = fd.clients_mesh(jax.devices()[:1])
     return fd.Simulation(
-        model, data, algorithm, local=fd.LocalTraining(lr=0.5), cohort_size=cohort_size, mesh=mesh, **options
+        model, data, algorithm, local=fd.LocalTraining(lr=lr), cohort_size=cohort_size, mesh=mesh, **options
     )
 
 
@@ -102,6 +102,22 @@ def test_the_weights_of_fedau_are_those_of_a_trace(cutoff) -> None:
         reported = info["cohort"] >= 0
         np.testing.assert_allclose(info["omega"][reported], omega[info["cohort"][reported]], rtol=1e-6)
     assert cutoff is not None or omega.max() > 10
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["fedavg", *ALL])
+def test_availability_does_not_move_the_optimum(name) -> None:
+    """FedVARP and MIFA converge to the optimum, FedAU varies around it, and FedAvg prefers clients that are there."""
+    available = np.random.default_rng(0).random((300, 4)) < [0.9, 0.1, 0.5, 0.2]
+    algorithm = ALL[name] if name in ALL else alg.fedavg()
+    sim = simulate(algorithm, cohort_size=4, participation=fd.participation.trace(available), lr=0.1)
+    state, late = sim.init(jax.random.key(0)), []
+    for t in range(600):
+        state, _ = sim.round_fn(state)
+        late += [float(state.params)] * (t >= 300)
+    optimum = 3.0
+    assert abs(np.mean(late) - optimum) > 0.5 if name == "fedavg" else abs(np.mean(late) - optimum) < 0.2
+    assert name not in MEMORY or np.abs(np.array(late) - optimum).max() < 1e-4
 
 
 def check_memory(state: fd.ServerState) -> None:
