@@ -5,6 +5,8 @@ The evaluated models are the global model and the personal models, before and af
 
 from __future__ import annotations
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -164,7 +166,19 @@ def test_summary() -> None:
     assert found == pytest.approx(
         {"clients": 21, "mean": 0.5, "std": np.std(np.arange(21) / 20), "q05": 0.05, "q25": 0.25, "median": 0.5}
         | {"q75": 0.75, "q95": 0.95, "lowest_10": 0.05, "highest_10": 0.95}  # means of three of the 21 values
+        | {"worst_10": 0.05, "best_10": 0.95, "variance": np.var(np.arange(21) / 20)}
+        | {"jain": 10.5**2 / (21 * 7.175), "gini": 20 * 21 * 22 / 3 / 20 / (2 * 21**2 * 0.5)}
     )
+    named = re.findall(r"``(\w+)``", fd.personal.summary.__doc__.partition("- ``clients``")[2])
+    assert set(found) <= {"clients", *named}, "every key is documented"
+    losses = fd.personal.summary([0.1, 0.2, 3.0], higher_is_better=False)
+    assert (losses["worst_10"], losses["best_10"]) == (3.0, 0.1)
+    one = fd.personal.summary([0.0, 0.0, 1e-200, 0.0])  # one client has everything
+    assert one["jain"] == pytest.approx(1 / 4) and one["gini"] == pytest.approx(3 / 4)
+    for value in (0.0, 0.7):
+        equal = fd.personal.summary([value] * 5)
+        assert (equal["jain"], equal["gini"]) == pytest.approx((1, 0), abs=1e-12)
+    assert np.isnan([fd.personal.summary([-1.0, 2.0])[name] for name in ("jain", "gini")]).all()
     with pytest.raises(ValueError, match="at least 1 client, got none"):
         fd.personal.summary([np.nan])
 

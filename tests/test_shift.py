@@ -110,6 +110,57 @@ def test_labels_are_exchanged_and_restored() -> None:
         assert [seen(shift, t, y=y)[1] for y in range(5)] == labels
 
 
+def noisy_counts(shift, client: int, y: int, n: int = 20_000) -> np.ndarray:
+    """How many of n labels y are of each class after a shift of a federation of two clients, for three classes."""
+    owner = Owner(jnp.int32(client), 2, num_classes=C)
+    keys = jax.random.split(jax.random.key(7), n)
+    labels = jax.vmap(lambda key: shift.change(key, jnp.int32(3), owner, jnp.zeros(1), jnp.int32(y))[1])(keys)
+    return np.bincount(labels, minlength=C)
+
+
+@pytest.mark.parametrize(
+    ("shift", "transition"),  # the transition matrix of each of two clients
+    [
+        (fd.shift.noisy_labels(0.3), [[[0.7, 0.15, 0.15], [0.15, 0.7, 0.15], [0.15, 0.15, 0.7]]] * 2),
+        (fd.shift.noisy_labels([0.0, 1.0]), [np.eye(3), (1 - np.eye(3)) / 2]),
+        (fd.shift.noisy_labels([0.4, 0.1], [(0, 2), (1, 2)]),
+         [[[1 - r, 0, r], [0, 1 - r, r], [0, 0, 1]] for r in (0.4, 0.1)]),
+        (fd.shift.noisy_labels(0.2, [(0, 1), (1, 2), (2, 0)]), [[[0.8, 0.2, 0], [0, 0.8, 0.2], [0.2, 0, 0.8]]] * 2),
+    ],
+    ids=["symmetric", "per client", "asymmetric", "pair flipping"],
+)  # fmt: skip
+def test_noisy_labels_have_the_transition_matrix_of_the_literature(shift, transition) -> None:
+    n = 20_000
+    for client, y in itertools.product(range(2), range(C)):
+        p = np.asarray(transition[client])[y]
+        counts = noisy_counts(shift, client, y)
+        assert (abs(counts / n - p) <= 5 * np.sqrt(p * (1 - p) / n)).all(), (client, y, counts)
+
+
+def test_only_training_labels_are_noisy_and_an_example_keeps_its_label() -> None:
+    """Also in a round: the labels that a client trains on are those of `FederatedData.examples`."""
+    data = DATA.shifted(fd.shift.noisy_labels(0.5), seed=2)
+    labels = [data.examples(i)[1] for i in range(N)]
+    wrong = np.concatenate(labels) != np.concatenate([y for _, y in ROWS])
+    assert 0 < wrong.sum() < len(wrong)
+    for i in range(N):
+        np.testing.assert_array_equal(data.examples(i, round=7)[1], labels[i])
+        np.testing.assert_array_equal(data.examples(i, test=True)[1], ROWS[::-1][i][1])
+    noisy = fd.FederatedData.from_clients(
+        [(x, y) for (x, _), y in zip(ROWS, labels, strict=True)], (DATA.x_test, DATA.y_test)
+    )
+    results = []
+    for each in (data, noisy):
+        sim = simulate(each)
+        state = started(sim)
+        for _ in range(2):
+            state, _ = sim.round_fn(state)
+        results.append((state.params, sim.evaluate(state)))
+    assert_close(*results, rtol=1e-5, atol=1e-6)
+    rates = [simulate(DATA.shifted(fd.shift.noisy_labels(rate))).executor.programs.compiled for rate in (0.1, 0.2)]
+    assert rates[0] is rates[1], "another rate compiles nothing"
+
+
 def test_when_a_shift_is_on() -> None:
     bright = fd.shift.brightness(1.0, by="all")
 
@@ -367,6 +418,8 @@ def test_the_command_line_composes_shifts() -> None:
         ("--shift brightness:2", fd.shift.brightness(2.0)),
         ("--shift gaussian_noise:0.5,by=all --shift brightness:2 --shift gradual:2,4 --shift permute_labels:0-2,at=1",
          fd.shift.chain(fd.shift.gaussian_noise(0.5, "all"), fd.shift.chain(fd.shift.brightness(2.0), gradual))),
+        ("--shift noisy_labels:0.1+0.2+0.3+0.4,pairs=0-1+1-2", fd.shift.noisy_labels(
+            [0.1, 0.2, 0.3, 0.4], [(0, 1), (1, 2)])),
         ("--shift domains --shift none --shift brightness:1,all", fd.shift.domains(
             fd.shift.none(), fd.shift.brightness(1.0, by="all"))),
         ("--shift mixture:1+3 --shift none --shift brightness:1,all", fd.shift.mixture(
@@ -381,6 +434,12 @@ def test_the_command_line_composes_shifts() -> None:
 BAD = [
     (lambda: fd.shift.gradual(5, 5, SWAP), "end must be larger than begin, 5, got 5"),
     (lambda: fd.shift.permute_labels(0, [(0, 1), (1, 2)]), "pairs must have each label at most once"),
+    (lambda: fd.shift.noisy_labels(1.2), "rate must be a probability in 0..1, got 1.2"),
+    (lambda: fd.shift.noisy_labels([0.1, 1.2]), "rate must be a probability in 0..1, or one for each client"),
+    (lambda: fd.shift.noisy_labels(0.1, [(0, 1), (0, 2)]), "pairs must map each label at most once"),
+    (lambda: fd.shift.noisy_labels(0.1, [(1, 1)]), "and to another label"),
+    (lambda: simulate(DATA.shifted(fd.shift.noisy_labels([0.1]))), "rate must have a probability for each of the 4 cl"),
+    (lambda: simulate(DATA.shifted(fd.shift.noisy_labels(0.1, [(0, 3)]))), r"pairs must have labels in 0..2, got 3"),
     (lambda: fd.shift.mixture([1.0]), "mixture needs at least 1 shift"),
     (lambda: fd.shift.mixture([1.0, -1.0], SWAP, SWAP), "weights must be 2 numbers >= 0"),
     (lambda: fd.shift.domains(SWAP, of=[0, 1]), r"of must be int \[N\] in 0..0"),

@@ -40,6 +40,6 @@ def what_users_type() -> tuple[float, fd.Algorithm]:
     scores: dict[str, np.ndarray] = sim.evaluate_clients(state, fine_tune=1)
     fd.plots.fairness(scores)
     fd.plots.federation(fd.datasets.load("glyphs", fd.partition.dirichlet(10, alpha=0.3)))
-    worst: float = fd.personal.summary(scores["accuracy"])["lowest_10"]
+    worst: float = fd.personal.summary(scores["accuracy"])["worst_10"]
     algorithm: fd.Algorithm = fd.algorithms.fedavg()._replace(client_update=client_update, name="still")
     return worst, algorithm

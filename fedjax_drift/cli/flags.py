@@ -65,12 +65,23 @@ def trace(file: str, base: participation.Participation | None = None) -> partici
 def permute_labels(pairs: str | tuple[str, ...], at: int = 0) -> shift.Shift:
     """Returns `shift.permute_labels`. pairs: such as 0-7+1-2. at: a round, or several: 50+100."""
     try:
-        labels = [tuple(map(int, str(pair).split("-"))) for pair in (pairs if isinstance(pairs, tuple) else [pairs])]
         rounds = [int(t) for t in str(at).split("+")]
     except ValueError as error:
-        what = "pairs must be pairs of labels such as 0-7+1-2, and at rounds such as 50+100"
-        checks.refuse(what, f"{pairs} and {at}", cause=error)
-    return shift.permute_labels(rounds, labels)
+        checks.refuse("at must be rounds such as 50+100", at, cause=error)
+    return shift.permute_labels(rounds, _pairs(pairs))
+
+
+def noisy_labels(rate: Any, pairs: str | tuple[str, ...] | None = None) -> shift.Shift:
+    """Returns `shift.noisy_labels`. rate: a number, or one for each client: 0.1+0.4. pairs: such as 0-7+1-2."""
+    return shift.noisy_labels(rate, None if pairs is None else _pairs(pairs))
+
+
+def _pairs(pairs: str | tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Reads pairs of labels such as 0-7+1-2."""
+    try:
+        return [tuple(map(int, str(pair).split("-"))) for pair in (pairs if isinstance(pairs, tuple) else [pairs])]
+    except ValueError as error:
+        checks.refuse("pairs must be pairs of labels such as 0-7+1-2", pairs, cause=error)
 
 
 def numbers_in(file: str, content: str) -> np.ndarray:
@@ -92,8 +103,8 @@ RULES = (
 
 
 SHIFTS = (
-    shift.gaussian_noise, shift.rotate, shift.brightness, shift.blur, permute_labels, shift.rotate_over_time,
-    shift.none, shift.sudden, shift.gradual, shift.recurring, shift.domains, shift.mixture,
+    shift.gaussian_noise, shift.rotate, shift.brightness, shift.blur, noisy_labels, permute_labels,
+    shift.rotate_over_time, shift.none, shift.sudden, shift.gradual, shift.recurring, shift.domains, shift.mixture,
 )  # fmt: skip
 
 
@@ -301,9 +312,9 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "Dirichlet(ALPHA); with --partition iid only client drift remains", REDEAL, metavar="evenly|ALPHA")
     add(group, "--shift", f"change the features or the labels of the examples by client or round, one of "
         f"{SHIFT}, for example rotate:degrees=45. The options are the arguments of fd.shift.NAME; "
-        "permute_labels takes pairs=0-7+1-2. Give --shift several times for several shifts, one after another. sudden, "
-        "gradual and recurring apply to all shifts after them, and domains and mixture choose one of those after them, "
-        "as in --shift sudden:at=50 --shift permute_labels:pairs=0-7", SHIFT, action="append")
+        "permute_labels and noisy_labels take pairs=0-7+1-2. Give --shift several times for several shifts, one after "
+        "another. sudden, gradual and recurring apply to all shifts after them, and domains and mixture choose one of "
+        "those after them, as in --shift sudden:at=50 --shift permute_labels:pairs=0-7", SHIFT, action="append")
     add(group, "--shift-test", "with --shift, evaluate on the test set of the present round, on that of the "
         "first, or on both", reader(Literal["present", "first", "both"]), "present")
     add(group, "--compress", f"send the clients' messages through a codec, one of {CODEC}, "

@@ -120,7 +120,7 @@ def clients_table(per_client: Mapping[str, Mapping[str, np.ndarray]]) -> str:
     lines = [f"{'own test data':{width}}  clients    mean  worst 10 %  own model: mean  worst 10 %"]
     for algorithm, scores in per_client.items():
         known = [fd.personal.summary(scores[name]) for name in ("accuracy", "personal_accuracy")]
-        (mean, worst), (personal, personal_worst) = [(100 * k["mean"], 100 * k["lowest_10"]) for k in known]
+        (mean, worst), (personal, personal_worst) = [(100 * k["mean"], 100 * k["worst_10"]) for k in known]
         lines.append(f"{algorithm:{width}}  {known[0]['clients']:7.0f}  {mean:4.1f} %  {worst:8.1f} %  "
                      f"{personal:13.1f} %  {personal_worst:8.1f} %")  # fmt: skip
     return "\n".join(lines)

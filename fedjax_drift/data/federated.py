@@ -107,6 +107,11 @@ class FederatedData:
         """N, the number of clients."""
         return len(self.sizes)
 
+    @property
+    def num_classes(self) -> int | None:
+        """C, one more than the largest training label. None unless the labels are integers."""
+        return int(self.range_of("y")[1]) + 1 if self.y.dtype.kind in "iu" else None
+
     @cached_property
     def offsets(self) -> np.ndarray:
         """int64 [N], the index of the first example of each client."""
@@ -342,7 +347,8 @@ class FederatedData:
         inputs, labels = self.decode(x), jnp.asarray(integers_as_int32(y))
         t = jnp.int32(checks.integer("round", round, 0, 2**31 - 1))
         if self.shifting is not None:
-            owner, part = Owner(jnp.int32(i), self.num_clients), TESTING if test else TRAINING
+            owner = Owner(jnp.int32(i), self.num_clients, num_classes=self.num_classes)
+            part = TESTING if test else TRAINING
             inputs, labels = self.shifting.examples(t, owner, jnp.arange(len(x)), inputs, labels, part)
         return np.asarray(inputs), np.asarray(labels)
 
@@ -428,7 +434,7 @@ class FederatedData:
         Raises ValueError unless the labels are integers. An example may have several, such as the tokens of a text.
         """
         joining.check_classes(self.y, "label counts need", several=True)
-        classes, ends = int(self.y.max()) + 1, np.cumsum(self.sizes)
+        classes, ends = self.num_classes or 0, np.cumsum(self.sizes)
         labels = (self.y[end - n : end].reshape(-1) for end, n in zip(ends, self.sizes, strict=True))
         return np.stack([np.bincount(each.astype(np.int64), minlength=classes) for each in labels])
 

@@ -33,6 +33,7 @@ from fedjax_drift.round.engine import (
 from fedjax_drift.round.evaluate import after, inputs, score_rows
 from fedjax_drift.round.places import at_places, in_cohort_order
 from fedjax_drift.round.train import client_work, over_clients, server_of
+from fedjax_drift.spec import Flag, checked
 from fedjax_drift.types import PyTree, ServerState, Work
 
 __all__ = ["summary"]
@@ -44,26 +45,35 @@ Score = Callable[[PyTree], dict[str, jax.Array]]  # a model -> the sums of its s
 QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 
 
-def summary(values: Any) -> dict[str, float]:
-    """Computes statistics of a metric over the clients. All clients have weight 1.
+@checked
+def summary(values: Any, higher_is_better: Flag = True) -> dict[str, float]:
+    """Computes statistics of a metric over the clients, also how fair it is. All clients have weight 1.
 
     Args:
       values: float [N], one number per client, for example its accuracy. Values that are not finite are ignored, for
         example the NaN of a client without test examples.
+      higher_is_better: True (default) for accuracies, False for losses. Only ``worst_10`` and ``best_10`` depend on it.
 
     Returns:
-      A dict of floats:
+      A dict of floats, for the n clients with a finite value x_i:
 
-      - ``clients``: the number of clients with a finite value
-      - ``mean``, ``std``: the mean and the standard deviation
+      - ``clients``: n
+      - ``mean``, ``std``, ``variance``: the mean, the standard deviation and the variance, (1/n) sum_i (x_i - mean)^2
       - ``q05``, ``q25``, ``median``, ``q75``, ``q95``: quantiles
       - ``lowest_10``, ``highest_10``: the mean of the lowest 10 % of the values, and the mean of the highest 10 %. Each
-        mean is over at least one value. For accuracies, ``lowest_10`` is the mean of the worst 10 % of the clients.
+        mean is over at least one value.
+      - ``worst_10``, ``best_10``: the same two means, for the worst 10 % and the best 10 % of the clients
+      - ``jain``: Jain's index (sum_i x_i)^2 / (n sum_i x_i^2), from 1/n (one client has all) to 1 (all are equal)
+      - ``gini``: the Gini coefficient sum_ij |x_i - x_j| / (2 n^2 mean), from 0 (all are equal) to 1 - 1/n
+
+      Both indices need values >= 0: they are NaN if a value is negative. If all values are 0, all clients are equal.
+      The variance and the worst 10 % are those of Li et al. 2020 (q-FFL, arXiv 1905.10497). Jain's index is from Jain,
+      Chiu, Hawe 1984 (arXiv cs/9809099).
 
     Raises:
       ValueError: no value is finite.
 
-    >>> summary([0.5, 0.9, 1.0, float("nan")])["lowest_10"]
+    >>> summary([0.5, 0.9, 1.0, float("nan")])["worst_10"]
     0.5
     """
     finite = np.sort(checks.array("values", values).ravel().astype(float))
@@ -71,10 +81,29 @@ def summary(values: Any) -> dict[str, float]:
     if not finite.size:
         checks.refuse("values must have a finite value for at least 1 client", "none")
     tenth = -(-finite.size // 10)
-    statistics = {"clients": finite.size, "mean": finite.mean(), "std": finite.std()}
+    statistics = {"clients": finite.size, "mean": finite.mean(), "std": finite.std(), "variance": finite.var()}
     statistics |= {name: np.quantile(finite, q) for name, q in QUANTILES.items()}
-    statistics |= {"lowest_10": finite[:tenth].mean(), "highest_10": finite[-tenth:].mean()}
+    lowest, highest = finite[:tenth].mean(), finite[-tenth:].mean()
+    worst, best = (lowest, highest) if higher_is_better else (highest, lowest)
+    statistics |= {"lowest_10": lowest, "highest_10": highest, "worst_10": worst, "best_10": best}
+    statistics |= {"jain": _jain(finite), "gini": _gini(finite)}
     return {name: float(value) for name, value in statistics.items()}
+
+
+def _jain(x: np.ndarray) -> float:
+    """Jain's index of ascending values."""
+    if x[0] < 0:
+        return np.nan
+    x = x / (x[-1] or 1.0)  # it does not depend on the scale, and squares of small values would be 0
+    return x.sum() ** 2 / (x.size * (x**2).sum()) if x[-1] else 1.0
+
+
+def _gini(x: np.ndarray) -> float:
+    """The Gini coefficient of ascending values. In the sum of |x_i - x_j|, value k has the factor 2 (2 k - n - 1)."""
+    if x[0] < 0:
+        return np.nan
+    n = x.size
+    return ((2 * np.arange(1, n + 1) - n - 1) * x).sum() / (n * x.sum()) if x[-1] else 0.0
 
 
 class ClientTests(NamedTuple):

@@ -239,6 +239,7 @@ def _worst_first(values: np.ndarray, key: str) -> Line:
 
 def _worst(values: Mapping[str, np.ndarray], key: str) -> str:
     """Returns the means of the worst 10 % in words. values: entry -> the scores of the clients."""
-    factor, unit, worst = (100, " %", "lowest_10") if key == "accuracy" else (1, "", "highest_10")
-    means = {entry: f"{factor * summary(of)[worst]:.3g}{unit}" for entry, of in values.items() if of.size}
+    factor, unit = (100, " %") if key == "accuracy" else (1, "")
+    worst = {name: summary(of, key == "accuracy")["worst_10"] for name, of in values.items() if of.size}
+    means = {entry: f"{factor * mean:.3g}{unit}" for entry, mean in worst.items()}
     return ", ".join("own models " * (entry != key) + mean for entry, mean in means.items())

@@ -24,6 +24,7 @@ from fedjax_drift.local import LocalTraining
 from fedjax_drift.model import Model
 from fedjax_drift.round.arrays import Arrays, Client, Rows
 from fedjax_drift.round.sources import Moment, Receivers, Source, Start
+from fedjax_drift.shift.rule import Owner
 from fedjax_drift.types import Algorithm, Params, PyTree, ServerState
 
 # fold_in(clients_key, i) is the key of client i in a round, for i < N. fold_in(clients_key, N + n) is the key for other
@@ -42,6 +43,7 @@ class Federation(NamedTuple):
     example: tuple[int, ...]  # the shape of one stored input
     decode: Callable[[jax.Array], jax.Array]  # stored inputs -> inputs of the model; `data.federated.decode`
     num_classes: int | None  # C, for classifiers with one integer label per example; otherwise None
+    labels: int | None  # C of the data, if a source of drift changes examples; otherwise None
     test_size: int  # the number of test examples, 0 without a test set
     test: str  # whose test set is evaluated if it changes with the rounds: "present", "first" or "both"
     row_scores: tuple[str, ...]  # names of the metrics of `Model.scores` with one value per example
@@ -72,6 +74,10 @@ class Engine(NamedTuple):
     def receivers(self) -> Receivers | None:
         """The servers of a topology; None for a single one."""
         return next((source.receivers for source in self.sources if source.receivers is not None), None)
+
+    def owner(self, ids: jax.Array) -> Owner:
+        """The clients with these ids, as owners of examples."""
+        return Owner(ids, self.num_clients, num_classes=self.federation.labels)
 
     @property
     def over_selects(self) -> bool:

@@ -19,7 +19,7 @@ from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.round.arrays import TestRows
 from fedjax_drift.round.engine import Engine, on_each_device, replicated
 from fedjax_drift.round.sources import examples, functions_of
-from fedjax_drift.shift.rule import TESTING, Owner
+from fedjax_drift.shift.rule import TESTING
 from fedjax_drift.types import Algorithm, Params, PyTree
 
 
@@ -65,7 +65,7 @@ def inputs(engine: Engine, rows: TestRows, t: jax.Array | None) -> tuple[jax.Arr
     if not shifted(engine):
         return x, rows.y
     assert t is not None and rows.owner is not None and rows.number is not None
-    return examples(engine.sources, t, Owner(rows.owner, engine.num_clients), rows.number, x, rows.y, TESTING)
+    return examples(engine.sources, t, engine.owner(rows.owner), rows.number, x, rows.y, TESTING)
 
 
 def score_rows(engine: Engine, logits: jax.Array, y: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:

@@ -26,7 +26,6 @@ from fedjax_drift.round.client_states import fetch, overwrites, scatter, store
 from fedjax_drift.round.engine import Engine, Shared, client_moment, mean_steps, on_each_device, sum_over_devices
 from fedjax_drift.round.exchange import exchange, longest_share
 from fedjax_drift.round.sources import Receivers, Start, absent_like, examples, functions_of
-from fedjax_drift.shift.rule import Owner
 from fedjax_drift.types import Algorithm, Batch, ClientResult, PyTree, Trained, Work
 
 LANES = "lanes"  # the axis of the clients that train side by side
@@ -177,7 +176,7 @@ def client_work(engine: Engine, shared: Shared, client: Client, longest: jax.Arr
         rows = client.offset + index
         rows = rows if data.places is None else data.places[rows]
         x = of.decode(data.x[rows][:, : math.prod(of.example)].reshape(B, *of.example))
-        return examples(engine.sources, shared.t, Owner(client.id, engine.num_clients), index, x, data.y[rows])
+        return examples(engine.sources, shared.t, engine.owner(client.id), index, x, data.y[rows])
 
     def batch_of(order: jax.Array, begin: jax.Array, k: jax.Array) -> Batch:
         """Batch k of an epoch, whose examples are ``order[begin:begin + B]``."""

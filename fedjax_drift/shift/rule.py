@@ -25,6 +25,8 @@ class Owner(NamedTuple):
     id: jax.Array  # int32 []; N for an example of the global test set, which belongs to no client
     num_clients: int  # N
     choices: int = 0  # how many shifts around this one have drawn a random number of the example, see `time.choice`
+    num_classes: int | None = None  # C, see `FederatedData.num_classes`
+    training: bool = True  # False for examples of the global test set and for a client's own test examples
 
 
 class Shift(NamedTuple):
@@ -111,6 +113,6 @@ class Shifting(NamedTuple):
 
         def one(id_: jax.Array, index: jax.Array, x: jax.Array, y: jax.Array) -> Example:
             of_example = jax.random.fold_in(jax.random.fold_in(key, id_), index)
-            return self.shift.change(of_example, t, Owner(id_, owner.num_clients), x, y)
+            return self.shift.change(of_example, t, owner._replace(id=id_, training=part == TRAINING), x, y)
 
         return jax.vmap(one, (each, 0, 0, 0))(owner.id, index, x, y)

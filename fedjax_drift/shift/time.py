@@ -15,6 +15,7 @@ from jax import lax
 from fedjax_drift import checks, spec, tree
 from fedjax_drift.recipes import recorded
 from fedjax_drift.shift.features import check_inputs, rotated
+from fedjax_drift.shift.labels import Pairs
 from fedjax_drift.shift.rule import Example, Owner, Shift, rule, shift_of
 from fedjax_drift.spec import Finite, NonNegative, Positive
 
@@ -26,13 +27,6 @@ CHOICE = 2**32 - 1
 ROUNDS = spec.array("one or more rounds >= 0", lambda at: spec.numbers(at, 1, "iu") and at.min() >= 0)
 Rounds = Annotated[
     Any, spec.Spec(lambda name, at, fix: ROUNDS.check(name, [at] if isinstance(at, Integral) else at, fix), "array")
-]
-Pairs = Annotated[
-    Any,
-    spec.array(
-        "pairs of labels >= 0, such as [(0, 1), (2, 3)]",
-        lambda pairs: spec.numbers(pairs, 2, "iu") and pairs.shape[1] == 2 and pairs.min() >= 0,
-    ),
 ]
 
 

@@ -219,7 +219,7 @@ def split(engine: Engine, constant: bool = False) -> tuple[recipes.Form, tuple[f
 def scoring(engine: Engine) -> Engine:
     """The engine with the fields only that an evaluation uses. Different algorithms then share the evaluation."""
     shifts = [source for source in engine.sources if source.example is not None]
-    unused: dict[str, Any] = dict.fromkeys(("mean_size", "max_size", "row", "example", "num_classes"))
+    unused: dict[str, Any] = dict.fromkeys(("mean_size", "max_size", "row", "example", "num_classes", "labels"))
     federation: Any = engine.federation._replace(**unused)
     N: Any = engine.num_clients if shifts else None
     return only(engine._replace(federation=federation, sources=tuple(shifts), num_clients=N), *SCORING)

@@ -214,11 +214,11 @@ def assemble(given: Options) -> Setup:
         max_size = redeal.most_rows[capacity - 1]  # one client may get all examples of a cohort
     validate.check_local(local, shapes.params, max_size)
     validate.check_augment(local, data, decoded)
+    changes = [("example", shift_of(each.example, each.name)) for each in given.sources if each.example is not None]
     if data.shifting is not None:
-        validate.check_shift("shift", data.shifting.shift, data)
-    for source in given.sources:
-        if source.example is not None:
-            validate.check_shift("example", shift_of(source.example, source.name), data)
+        changes.append(("shift", data.shifting.shift))
+    for option, shift in changes:
+        validate.check_shift(option, shift, data)
     rows_at = placement.rows_at(data, mesh)
     row = jax.eval_shape(lambda: (jnp.asarray(flat(data.x[:1], mesh)), jnp.asarray(integers_as_int32(data.y[:1]))))
     if selection.asks_losses and rows_at == "host":
@@ -249,6 +249,7 @@ def assemble(given: Options) -> Setup:
             example=data.x.shape[1:],
             decode=decoded,
             num_classes=shapes.num_classes,
+            labels=data.num_classes if changes else None,
             test_size=0 if data.x_test is None else len(data.x_test),
             test="present" if data.shifting is None else data.shifting.test,
             row_scores=shapes.row_scores,

@@ -249,7 +249,7 @@ def check_shift(option: str, shift: Shift, data: FederatedData) -> None:
     key, x, y = _one_example(data, data.decoding)
 
     def change(key: jax.Array, number: jax.Array, x: jax.Array, y: jax.Array) -> Any:
-        return shift.change(key, number, Owner(number, data.num_clients), x, y)
+        return shift.change(key, number, Owner(number, data.num_clients, num_classes=data.num_classes), x, y)
 
     arguments = (key, jax.ShapeDtypeStruct((), jnp.int32), x, y)
     _check_keeps((option, shift.name), "(key, t, client, x, y) -> (x, y)", change, arguments, (x, y))
