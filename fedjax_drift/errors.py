@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["ConfigurationError", "DamagedError", "InUseError", "MissingPackageError", "OtherRunError"]
+__all__ = [
+    "ConfigurationError", "DamagedError", "InUseError", "MissingPackageError", "NothingToRestoreError", "OtherRunError"
+]  # fmt: skip
 __dir__ = __all__.copy
 
 
@@ -21,6 +23,10 @@ class InUseError(ConfigurationError):
 
 class OtherRunError(ConfigurationError):
     """A folder contains the state of a different run: the algorithm, model, data set, a setting or the seed differs."""
+
+
+class NothingToRestoreError(ConfigurationError):
+    """A folder has no checkpoint, not even a damaged one: no run has saved there yet."""
 
 
 class DamagedError(ConfigurationError):

@@ -466,8 +466,27 @@ def test_unusable_folders_raise(device, tmp_path, monkeypatch) -> None:
     for folder in (tmp_path / "file", tmp_path / "file/below", "/dev/null/checkpoints"):
         with pytest.raises(ValueError, match="folder must be a folder where files can be written and locked, got "):
             run(device, state, 1, folder)
-    with pytest.raises(ValueError, match="must have a checkpoint, got .*, which has none: start the run with sim.init"):
+    message = "must have a checkpoint, got .*, which has none: start the run with sim.init"
+    with pytest.raises(fd.errors.NothingToRestoreError, match=message):
         fd.Checkpoints(tmp_path / "none").restore(device)
+
+
+def test_the_same_script_starts_a_run_and_resumes_it(device, uninterrupted, tmp_path) -> None:
+    checkpoints, done = fd.Checkpoints(tmp_path, every=1), []
+    for _ in range(2):
+        state, history = checkpoints.restore_or_init(device, KEY)
+        done.append(len(history))
+        state, _ = run(device, state, 8 - len(history) if history else 3, checkpoints)
+    assert done == [0, 3] and same(state, uninterrupted[0])
+    with pytest.raises(fd.errors.OtherRunError, match=r"key: \[.*\] in the checkpoint, not \["):
+        checkpoints.restore_or_init(device, jax.random.key(4))
+    with pytest.warns(UserWarning, match="key: .* restored nevertheless"):
+        assert same(checkpoints.restore_or_init(device, jax.random.key(4), strict=False)[0], state)
+    for number in checkpoints.rounds:
+        (checkpoints.place(number) / "about.json").write_text("{")
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(ValueError, match="an intact checkpoint") as error:
+        checkpoints.restore_or_init(device, KEY)
+    assert not isinstance(error.value, fd.errors.NothingToRestoreError), "no new run in the place of a damaged one"
 
 
 # Rounds other than those in ``pytest.warns`` may cause this warning too.

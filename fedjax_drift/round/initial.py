@@ -18,7 +18,7 @@ def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array
 
     sizes: int32 [N], the numbers of examples of all clients.
     """
-    init_key, round_key = jax.random.split(key)
+    init_key, round_key = keys_of(key)
     params = engine.model.init(init_key) if params is None else params
     client = initial_client(engine, params)
     clients = jax.tree.map(lambda c: jnp.broadcast_to(c, (engine.state_rows, *jnp.shape(c))), client)
@@ -29,3 +29,10 @@ def init(engine: Engine, key: jax.Array, params: Params | None, sizes: jax.Array
         of_source = jax.tree.map(tree.strip_weak_type, start(at))
         state = state.with_source(source.name, of_source)
     return state
+
+
+@partitionable
+def keys_of(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The key of the initial parameters, and that of the state. key: that of `Simulation.init`."""
+    init_key, round_key = jax.random.split(key)
+    return init_key, round_key

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from fedjax_drift import checks, tree
+from fedjax_drift.round.initial import keys_of
 from fedjax_drift.simulation import validate
 from fedjax_drift.simulation.description import identity
 from fedjax_drift.simulation.executor import Executor
@@ -29,6 +30,7 @@ def specification(executor: Executor, known: dict[str, Any] | None = None) -> Sp
         shardings=setup.shardings,
         client_store=setup.client_store,
         identity=known,
+        key_of_state=lambda key: keys_of(validate.check_key(key))[1],
         admit=setup.admit,
         reopen=lambda *given: reopen(executor, lambda: specification(executor, known), *given),
     )

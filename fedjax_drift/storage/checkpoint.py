@@ -3,6 +3,7 @@
     checkpoints = fd.Checkpoints("folder")
     state, history = sim.run(state, rounds, checkpoints=checkpoints)
     state, history = checkpoints.restore(sim)
+    state, history = checkpoints.restore_or_init(sim, key)  # a script that can be started again
 
     folder/00000040/          the checkpoint of round 40; the folder has this name only once it is complete
         about.json            metadata, see contents.py
@@ -33,20 +34,22 @@ import jax
 from fedjax_drift import checks, spec
 from fedjax_drift.devices.processes import spans_processes
 from fedjax_drift.disk import lock_folder
-from fedjax_drift.errors import ConfigurationError, DamagedError, OtherRunError
+from fedjax_drift.errors import ConfigurationError, DamagedError, NothingToRestoreError, OtherRunError
 from fedjax_drift.spec import Amount, Count, Fix, Flag, Text, checked
 from fedjax_drift.storage.contents import About, read_about, read_arrays, restored_state
 from fedjax_drift.storage.identity import differences, few
-from fedjax_drift.storage.specification import Specification
-from fedjax_drift.types import Record, ServerState
+from fedjax_drift.storage.specification import Specification, key_words
+from fedjax_drift.types import Params, Record, ServerState
 from fedjax_drift.version import __version__
 
 
 class Specified(Protocol):
-    """The attributes of a `Simulation` that `Checkpoints.restore` uses."""
+    """The attributes of a `Simulation` that `Checkpoints` uses."""
 
     @property
     def specification(self) -> Specification: ...
+
+    def init(self, key: jax.Array, params: Params | None = None) -> ServerState: ...
 
 
 def _json(name: str, value: Any, fix: str) -> Any:
@@ -135,14 +138,13 @@ class Checkpoints:
             folder belong to the continued run from then on.
 
         Raises:
+          NothingToRestoreError: the folder has no checkpoint.
           OtherRunError: the checkpoint belongs to another simulation. The message lists the differences.
           InUseError: another run uses the folder.
-          ValueError: there is no intact checkpoint, or it has another format. (The two errors above are also
+          ValueError: there is no intact checkpoint, or it has another format. (The three errors above are also
             ValueErrors.) No files have been changed.
         """
-        spec = getattr(sim, "specification", None)
-        if not isinstance(spec, Specification):
-            checks.refuse("sim must be a Simulation", type(sim).__name__, "create it with the arguments of the run")
+        spec = _specification(sim)
         check_mesh(spec)
         candidates = self._candidates(round)
         with self.locked(create=False):
@@ -158,12 +160,43 @@ class Checkpoints:
         fix = "restore the folder from a copy, or start a new run in another folder (no files were changed)"
         checks.refuse("folder must have an intact checkpoint", f"{len(candidates)} damaged ones in {self.path}", fix)
 
+    @checked
+    def restore_or_init(
+        self, sim: Specified, key: jax.Array, params: Params | None = None, strict: Flag = True
+    ) -> tuple[ServerState, list[Record]]:
+        """Returns what `restore` returns, or a first state and an empty history if the folder has no checkpoint.
+
+        A script with this call can be started again and again, until all rounds are done:
+
+            state, history = checkpoints.restore_or_init(sim, jax.random.key(0))
+            state, more = sim.run(state, rounds=100 - len(history), checkpoints=checkpoints)
+
+        Args:
+          sim: the simulation of the run.
+          key, params: the arguments of `Simulation.init`. If there is a checkpoint, its state is returned, and
+            ``params`` are not used.
+          strict: as for `restore`.
+
+        Raises:
+          OtherRunError: the checkpoint belongs to another simulation or to another key.
+          ValueError: the errors of `restore` and of `Simulation.init`. If all checkpoints are damaged, no new run
+            starts.
+        """
+        key_of_state = _specification(sim).key_of_state(key)
+        try:
+            state, history = self.restore(sim, strict=strict)
+        except NothingToRestoreError:
+            return sim.init(key, params), []
+        check_same(self.path, {"key": key_words(state)}, {"key": key_words(state._replace(key=key_of_state))}, strict)
+        return state, history
+
     def _candidates(self, wanted: int | str | None) -> list[int]:
         """Returns the rounds to try, in this order."""
         rounds = self.rounds
         if not rounds:
-            checks.refuse(
-                "folder must have a checkpoint", f"{self.path}, which has none", "start the run with sim.init"
+            raise NothingToRestoreError(
+                f"folder must have a checkpoint, got {self.path}, which has none: start the run with sim.init, or use "
+                "restore_or_init"
             )
         if wanted is None:
             return rounds[::-1]
@@ -209,6 +242,14 @@ class Checkpoints:
         if jax.process_index() or unlocked:
             return contextlib.nullcontext()
         return lock_folder(self.path, "folder", create)
+
+
+def _specification(sim: Any) -> Specification:
+    """The description of a simulation, which is an argument of the user."""
+    spec = getattr(sim, "specification", None)
+    if not isinstance(spec, Specification):
+        checks.refuse("sim must be a Simulation", type(sim).__name__, "create it with the arguments of the run")
+    return spec
 
 
 def split_by_run(checkpoints: Checkpoints | str | os.PathLike, names: Sequence[str]) -> list[Checkpoints]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.random import key_data
 from jax.sharding import Mesh
@@ -23,6 +24,7 @@ class Specification(NamedTuple):
     shardings: ServerState  # the sharding of each field of a state
     client_store: str  # "device", "sharded", "host" or a folder
     identity: dict[str, Any]  # everything that the results depend on, see identity.py
+    key_of_state: Callable[[Any], jax.Array]  # checks the key of `Simulation.init`, and returns that of the state
     admit: Callable[[Any], ServerState]  # checks a state that was read and moves it to the devices
     reopen: Callable[[ServerState, int, bool], ServerState]  # (state, round, strict): adds the folder's client states
 
