@@ -8,6 +8,8 @@ The command ``fedjax-drift tune`` and the leaderboard follow this rule:
   seed chooses nothing, because its noise is often larger than the differences between settings.
 - The examples that give the score are held out from the training examples, for example by
   `FederatedData.with_validation`.
+- The setting with the highest score is the best one (`best`). If its learning rate is the smallest or the largest of
+  those that were tried, the range was too narrow.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -25,7 +28,7 @@ from fedjax_drift.simulation.runs import Run
 from fedjax_drift.simulation.simulation import Simulation
 from fedjax_drift.spec import Fix, Text, checked
 
-__all__ = ["SEEDS", "Range", "score", "settings"]
+__all__ = ["SEEDS", "Range", "best", "score", "settings"]
 __dir__ = __all__.copy
 
 
@@ -108,6 +111,67 @@ def settings(
         | {key: interval.at(of_one.uniform()) for key, interval in own.items()}
         for j in range(number)
     ]
+
+
+def _settings(name: str, settings: Any, fix: str) -> list[Mapping[str, Any]]:
+    each = checks.items(settings)
+    if not each or not all(isinstance(setting, Mapping) for setting in each):
+        checks.refuse(f'{name} must be a list of one or more dicts such as {{"lr": 0.1}}', checks.shown(settings))
+    return each
+
+
+def _names(name: str, names: Any, fix: str) -> tuple[str, ...]:
+    each = checks.items(names)
+    if each is None or not all(isinstance(one, str) for one in each):
+        checks.refuse(f'{name} must be a list of names such as ["lr", "server_lr"]', checks.shown(names))
+    return tuple(each)
+
+
+@checked
+def best(
+    settings: Annotated[Sequence[Mapping[str, Any]], spec.Spec(_settings, "settings")],
+    scores: Annotated[
+        np.ndarray, spec.array("numbers, one for each setting", lambda scores: spec.numbers(np.nan_to_num(scores), 1))
+    ],
+    names: Annotated[Sequence[str], spec.Spec(_names, "names")] = ("lr",),
+) -> dict[str, Any]:
+    """The setting with the highest score. The first one, if several have it.
+
+    Warns if its learning rate is the smallest or the largest of those that were tried: a better one may be outside of
+    them.
+
+    Args:
+      settings: one or more dicts from the name of an option to its value.
+      scores: a number for each setting; higher is better. A setting whose score is not finite is not chosen.
+      names: the options for which it warns. Default: the learning rate. Options that a setting does not have, that have
+        one value in all settings, or that are not numbers are ignored.
+
+    Raises:
+      ValueError: no score is finite, or there are not as many scores as settings.
+
+    >>> best([{"lr": 0.01}, {"lr": 0.1}, {"lr": 1.0}], [0.2, 0.7, float("nan")])
+    {'lr': 0.1}
+    """
+    if len(settings) != len(scores) or not np.isfinite(scores).any():
+        got = f"{len(scores)} for {len(settings)} settings" if len(settings) != len(scores) else "none that is finite"
+        checks.refuse("scores must have a number for each setting", got)
+    chosen = dict(settings[int(np.argmax(np.where(np.isfinite(scores), scores, -np.inf)))])
+    for text in at_edge(settings, chosen, names):
+        checks.warn(f"{text}: try other values, too")
+    return chosen
+
+
+def at_edge(settings: Sequence[Mapping[str, Any]], chosen: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """For each name whose chosen value is the smallest or the largest of those in the settings, a text that says so."""
+    texts = []
+    for name in names:
+        tried = sorted({setting[name] for setting in settings if isinstance(setting.get(name), Real)})
+        if len(tried) > 1 and (value := chosen.get(name)) in (tried[0], tried[-1]):
+            which = "smallest" if value == tried[0] else "largest"
+            texts.append(
+                f"the best {name}, {value:g}, is the {which} of {len(tried)} values, {tried[0]:g} to {tried[-1]:g}"
+            )
+    return texts
 
 
 @checked

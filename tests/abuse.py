@@ -716,6 +716,8 @@ def plots() -> Iterator[Call]:
     sim = built()
     scored = {"sim": sim, "runs": sim.sweep(1, seeds=[0], progress=False)}
     yield of(fd.tuning.score, scored, sim=only(fd.Simulation), runs=Kind([*ANYTHING, [HISTORY]]))
+    tried = Kind([*NOTHING, *TEXTS, *THINGS, {}, [], [1], [[1]]], [({"lr": 1}, {}), [{"lr": "a"}, {}]])
+    yield of(fd.tuning.best, {"settings": [{"lr": 0.1}, {"lr": 0.2}], "scores": [0.5, np.nan]}, settings=tried)
     yield of(fd.statistics.quantile, {"n": 2})
     yield of(fd.plots.drift_story, valid | {"data": DATA}, **of_plot, target=target)
     scores = {"accuracy": np.array([0.5, 0.7, np.nan]), "loss": np.ones(3)}

@@ -16,6 +16,7 @@ from flax import nnx
 
 import fedjax_drift as fd
 from fedjax_drift import checks
+from fedjax_drift.simulation import retries
 
 X, Y = np.ones((4, 3), np.float32), np.array([0, 1, 2, 1])
 
@@ -450,3 +451,45 @@ def test_cpu_devices_must_be_set_before_jax_starts() -> None:
         fd.use_cpu_devices(3)
     with pytest.raises(ValueError, match="n must be in 1..256, got 0: this process may use"):
         fd.use_cpu_devices(0)
+
+
+# --- functions that JAX cannot trace ----------------------------------------------------------------------------------
+
+FEDAVG = fd.algorithms.fedavg()
+
+
+def branching(server, client, work):
+    return FEDAVG.client_update(server, client, work) if work.lr > 0 else None
+
+
+def with_numpy(server, mean, context):
+    return FEDAVG.server_update(server, mean, context) if np.linalg.norm(jax.tree.leaves(mean)[0]) else server
+
+
+def first_of(state, key, t, K, clients):
+    return jnp.arange(K)[: int(t) + K], None
+
+
+LINEAR, BOOL, NUMPY = fd.models.linear((3,), 3), "need a value: use jnp.where", "use jnp.mean instead of np.mean"
+RULE = fd.participation.Participation(init=lambda key, clients: (), select=first_of, name="first", distinct=True)
+UNTRACEABLE = {
+    "apply, if": ({"model": LINEAR._replace(apply=lambda p, x: x if x.sum() > 0 else -x)}, BOOL),
+    "loss, numpy": ({"model": LINEAR._replace(loss=lambda z, y: np.log(z).sum(-1))}, NUMPY),
+    "shift, if": ({"data": federation().shifted(lambda key, t, client, x, y: (x, y) if client else (-x, y))}, BOOL),
+    "client_update, if": ({"algorithm": FEDAVG._replace(client_update=branching)}, BOOL),
+    "server_update, numpy": ({"algorithm": FEDAVG._replace(server_update=with_numpy)}, NUMPY),
+    "select, int": ({"participation": RULE}, "need a value: compute with the array"),
+}
+
+
+@pytest.mark.parametrize(("options", "note"), UNTRACEABLE.values(), ids=UNTRACEABLE)
+def test_a_note_says_what_to_write_instead_of_what_jax_cannot_trace(options, note) -> None:
+    def use() -> None:
+        sim = simulation(**options)
+        sim.run(sim.init(jax.random.key(0)), 1, progress=False)
+
+    with pytest.raises((checks.ConfigurationError, *retries.UNTRACEABLE)) as error:
+        use()
+    (added,) = (each for each in error.value.__notes__ if "fedjax_drift" in each)
+    assert note in added and "Functions that JAX cannot trace" in added
+    assert "input_shape" not in str(error.value), "a wrong hint"

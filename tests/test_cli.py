@@ -385,6 +385,10 @@ def test_tune_tries_as_many_settings_of_every_algorithm(tmp_path, capsys):
     best = max(tried[3:], key=lambda each: each["score"])["setting"]
     printed = capsys.readouterr().out
     assert f"lr {best['lr']:g}, mu {best['mu']:g}\n" in printed
+    for name, of in {"fedavg": tried[:3], "fedprox:mu=1": tried[3:]}.items():
+        lr = max(of, key=lambda each: each["score"])["setting"]["lr"]
+        at_edge = f"{name}: the best lr, {lr:g}, is the" in " ".join(printed.split())
+        assert at_edge == (lr in (min(rates), max(rates)))
     to_run = printed.split("to run the best settings")[1].split("\n\n")[0].replace("\\\n", "")
     (options,) = [shlex.split(line)[2:] for line in to_run.splitlines() if "fedprox" in line]
     (sim,) = fd.parse_run([word for word in options if word != "--no-progress"]).simulations.values()

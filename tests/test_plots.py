@@ -8,6 +8,7 @@ import matplotlib.colors
 import numpy as np
 import pytest
 from matplotlib import style
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from small import thorough
 
 import fedjax_drift as fd
@@ -544,6 +545,24 @@ def test_all_methods_of_a_table_can_be_read():
     crosses = [points(line)[0] for line in axes.lines if line.get_marker() == "x"]
     assert crosses == [[20, 70], [1, 0]]
     assert texts(figure) == ["best", "explodes", "ends", "never", "published", "diverges after this point"]
+
+
+@pytest.mark.parametrize("rounds", [6, thorough(60)])  # with markers, and without
+def test_lines_on_each_other_can_all_be_seen(rounds):
+    run = history(rounds)
+    other = [record | {"train_loss": 2 / record["round"]} for record in run]
+    near = [record | {"train_loss": 1.0001 / record["round"]} for record in run]
+    figure = plots.curves({"a": run, "b": run, "c": near, "other": other}, y={"train_loss": "Loss"})
+    (axes,) = figure.axes
+    widths = [line.get_linewidth() for line in axes.lines]
+    assert widths[0] > widths[1] > widths[2] == widths[3], "only those that are hidden are wider"
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    low, high = axes.get_window_extent().get_points().astype(int)
+    pixels = np.asarray(canvas.buffer_rgba())[::-1][low[1] : high[1], low[0] : high[0], :3]
+    for line in axes.lines:
+        colour = 255 * np.array(matplotlib.colors.to_rgb(line.get_color()))
+        assert (abs(pixels - colour) < 2).all(-1).sum() > 150, line.get_label()
 
 
 def test_what_the_legend_says_holds_in_every_panel():

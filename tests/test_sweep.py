@@ -332,6 +332,29 @@ def test_bad_input(data, message) -> None:
         quietly(build, **({"rounds": 1} | BAD[message]))
 
 
+def test_the_best_learning_rate_at_the_edge_of_a_search_warns() -> None:
+    settings = [{"lr": lr, "mu": mu} for lr in (0.01, 0.1, 1.0) for mu in (0.0, 0.5)]
+    for best, said in ((1.0, "the best lr, 1, is the largest of 3 values, 0.01 to 1"), (0.01, "0.01, is the smallest")):
+        scores = [0.9 if of["lr"] == best else np.nan if of["mu"] else 0.1 for of in settings]
+        with pytest.warns(UserWarning, match=said):
+            assert fd.tuning.best(settings, scores) == {"lr": best, "mu": 0.0}
+    inside = [-abs(np.log10(of["lr"]) + 1) for of in settings]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fd.tuning.best(settings, inside) == {"lr": 0.1, "mu": 0.0}
+        assert fd.tuning.best([{"lr": 0.1, "mu": 0.0}], [0.5]) == {"lr": 0.1, "mu": 0.0}, "nothing was searched"
+    with pytest.warns(UserWarning, match="the best mu, 0, is the smallest"):
+        fd.tuning.best(settings, inside, names=["lr", "mu"])
+    for wrong, message in (
+        ((settings, [0.5]), "got 1 for 6 settings"),
+        ((settings, [np.nan] * 6), "none that is finite"),
+        ((0.1, [0.5]), "settings must be a list"),
+        ((settings, inside, "lr"), "names must be"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fd.tuning.best(*wrong)
+
+
 def test_an_augmentation_may_be_created_in_every_call_of_build() -> None:
     images = np.random.default_rng(0).integers(0, 256, (8, 4, 4, 3)).astype(np.uint8)
     data = fd.FederatedData.from_clients([(images, np.arange(8) % 4)] * 2)

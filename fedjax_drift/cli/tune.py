@@ -53,7 +53,7 @@ from fedjax_drift.disk import lock_folder, replace_file
 from fedjax_drift.run_folder import CONFIG, file_name
 from fedjax_drift.simulation.sweep import check_sweepable
 from fedjax_drift.spec import integer
-from fedjax_drift.tuning import Range
+from fedjax_drift.tuning import Range, at_edge
 
 LR = Range(0.01, 1.0)  # the learning rates without --range lr=LOW:HIGH
 VALIDATION = 0.1  # share of each client's training examples that gives the score
@@ -134,6 +134,8 @@ def start(args: argparse.Namespace, argv: Sequence[str]) -> Callable[[], int]:
                 shutil.rmtree(saved, ignore_errors=True)  # the scores are all that is needed of these runs
         if scored:
             print("\n" + table(scored))
+            for text in at_edges(scored):
+                print(*wrap(text, "", "  "), sep="\n")
             print("\nto run the best settings on all training examples:")
             print("\n".join(wrapped_command(words) for words in commands(argv, specs, scored)))
         files = f": {FILE}" if scored else ""
@@ -207,10 +209,21 @@ def table(scored: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
     width = max(map(len, ["algorithm", *scored]))
     lines = [f"{'algorithm':{width}}   score  best setting"]
     for name, results in scored.items():
-        best = max(results, key=lambda result: result["score"])
+        best = _best(results)
         setting = ", ".join(f"{option} {value:g}" for option, value in best["setting"].items())
         lines.append(f"{name:{width}}  {100 * best['score']:4.1f} %  {setting}")
     return "\n".join(lines)
+
+
+def at_edges(scored: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Returns a line for each algorithm whose best learning rate is at the edge of those that were tried."""
+    texts = {n: at_edge([result["setting"] for result in of], _best(of)["setting"], ["lr"]) for n, of in scored.items()}
+    return [f"{name}: {text}; tune with a wider --range lr=LOW:HIGH" for name, of in texts.items() for text in of]
+
+
+def _best(results: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Returns the setting with the highest score, and its score."""
+    return max(results, key=lambda result: result["score"])
 
 
 def commands(
@@ -224,7 +237,7 @@ def commands(
     _, common = parser.parse_known_args([*argv[1:]])
     for spec in specs:
         if spec.text in scored:
-            best = max(scored[spec.text], key=lambda result: result["score"])["setting"]
+            best = _best(scored[spec.text])["setting"]
             own = spec.options | {name: f"{value:.4g}" for name, value in best.items() if name not in LOCAL}
             words = {name: "+".join(map(str, v)) if isinstance(v, tuple) else str(v) for name, v in own.items()}
             options = ",".join(f"{name}={word}" for name, word in words.items())

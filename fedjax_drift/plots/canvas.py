@@ -15,7 +15,7 @@ import numpy as np
 
 from fedjax_drift import checks, spec
 from fedjax_drift.plots.axis import in_points, mark_outside, readable, use_log_scale
-from fedjax_drift.plots.lines import Line
+from fedjax_drift.plots.lines import Line, covering
 from fedjax_drift.plots.looks import fill, ink, look
 from fedjax_drift.plots.style import Style
 
@@ -28,6 +28,7 @@ FilePath = Annotated[str | os.PathLike[str], spec.GIVEN_PATH] | None
 
 SHOWN_MARKERS, ALL_MARKERS = 30, 400  # lines have no markers if one of them, or all, have more points
 FONT_SIZE = 10  # points; the sizes of figures are for this size
+WIDER, MOST_COVERED = 2.6, 4  # points by which a line is wider for each line on it, of at most so many
 CROSS: dict[str, Any] = {"markersize": 7, "markeredgewidth": 1.8}  # where a line ends because its run diverged
 
 MEASURE = "pass measure=({!r},) to Simulation"  # the fix in error messages
@@ -95,21 +96,24 @@ def draw_lines(panel: Panel, axes: Axes) -> dict[str, Line2D]:
     """Draws the lines that have points, and returns them by name.
 
     A run that diverged before its first point also has a line, without points, for the legend. A cross marks the last
-    point of a line whose later values are not finite.
+    point of a line whose later values are not finite. A line on which later ones lie is wider than they are, and can be
+    seen at both sides of them.
     """
     drawn: dict[str, Line2D] = {}
     sizes = [line.x.size for line in panel.lines.values() if line.x.size]
     marked = not panel.steps and max(sizes) <= SHOWN_MARKERS and sum(sizes) <= ALL_MARKERS
+    hidden = covering(list(panel.lines.values()), panel.log) if max(sizes) > 1 else [0] * len(panel.lines)
     for i, (name, line) in enumerate(panel.lines.items()):
         if not line.x.size and not line.note:
             continue
+        wider = WIDER * min(hidden[i], MOST_COVERED)
         shape = look(i, axes) | ({} if marked else {"marker": None})
         shape |= {"drawstyle": "steps-pre"} if panel.steps else {}
         if max(sizes) == 1:  # the points of one round are side by side
             shape["transform"] = axes.transData + in_points(axes, right=8 * (len(drawn) - (len(sizes) - 1) / 2))
             shown = np.array([row for row in (line.y, line.low, line.high) if row is not None]).reshape(-1)
             axes.update_datalim([(line.x[0], y) for y in shown])
-        (drawn[name],) = axes.plot(line.x, line.y, label=name, linewidth=1.6, markersize=4.5, **shape)
+        (drawn[name],) = axes.plot(line.x, line.y, label=name, linewidth=1.6 + wider, markersize=4.5 + wider, **shape)
         draw_band(line, axes, shape, len(sizes))
         if line.ended and line.x.size:
             axes.plot(line.x[-1], line.y[-1], "x", color=shape["color"], zorder=6, **CROSS)

@@ -15,6 +15,7 @@ from fedjax_drift.records import History, Runs, measured, spent
 from fedjax_drift.statistics import quantile
 
 SHOWN_POINTS = 100  # lines with more points are smoothed by default, to at most half as many points
+LINE_WIDTH = 0.005  # of a line in a plot, relative to the range of the values
 RANGES = {  # the possible values of entries of a record
     "accuracy": (0, 1), "client_mean_accuracy": (0, 1), "cka": (0, 1), "gain": (0, 1), "update_cosine": (-1, 1),
 }  # fmt: skip
@@ -151,6 +152,24 @@ def _line(x: np.ndarray, values: np.ndarray, length: int, style: Style, log: boo
     y, *edges = (np.exp(row) if log else row for row in (seeds.mean(0), *edges))
     low, high = edges or (None, None)
     return Line(x[at].mean(1), y, low, high, shows)
+
+
+def covering(lines: Sequence[Line], log: bool = False) -> list[int]:
+    """Returns for each line how many of the later ones coincide with it, and so would hide it.
+
+    Two lines coincide if they differ by less than about the width of a line at most of their common points.
+    """
+    heights = [np.log10(np.where(line.y > 0, line.y, np.nan)) if log else line.y for line in lines]
+    every = np.concatenate(heights)[np.isfinite(np.concatenate(heights))]
+    low, high = np.quantile(every, (0.05, 0.95)) if every.size else (0.0, 0.0)
+
+    def coincide(i: int, j: int) -> bool:
+        _, of_i, of_j = np.intersect1d(lines[i].x, lines[j].x, return_indices=True)
+        near = abs(heights[i][of_i] - heights[j][of_j]) <= LINE_WIDTH * (high - low)
+        return bool(near.size and near.mean() > 0.5)
+
+    n = len(lines)
+    return [sum(coincide(i, j) for j in range(i + 1, n)) for i in range(n)]
 
 
 def limits(key: str, factor: float = 1) -> tuple[float, float] | None:

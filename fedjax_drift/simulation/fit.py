@@ -17,6 +17,7 @@ from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.masks import takes_mask
 from fedjax_drift.model import Model, cross_entropy
 from fedjax_drift.simulation import losses, mixing
+from fedjax_drift.simulation.retries import UNTRACEABLE
 from fedjax_drift.types import Params
 
 
@@ -63,6 +64,8 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
         fix = "create the model with the input_shape of the data, or reshape the examples"
         if type(error).__name__ == "TraceContextError":
             fix = "the model changes its own state, as nnx.Dropout does: use fd.Model.from_nnx, which handles this"
+        elif isinstance(error, UNTRACEABLE):
+            fix = "compute with jax.numpy instead of numpy, and choose with jnp.where instead of if"
         elif data.x.dtype.kind != "i" and _accepts(masked, params, (B, *data.x.shape[1:]), jnp.int32):
             fix = "it needs integers: pass ids and tokens as x.astype(np.int32)"
         raise ConfigurationError(

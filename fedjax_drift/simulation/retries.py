@@ -6,7 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import jax
@@ -15,6 +16,16 @@ from fedjax_drift.devices.memory import out_of_memory
 
 T = TypeVar("T")
 UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)  # JAX raises these for a tracer instead of a constant
+INSTEAD: dict[type[Exception], str] = {  # what to write instead of what needs values; the first that fits
+    jax.errors.TracerBoolConversionError: "`if`, `while`, `and` and `or` need a value: use jnp.where(condition, a, b), "
+    "jax.lax.cond, jax.lax.while_loop, & and |",
+    jax.errors.TracerArrayConversionError: "NumPy needs values: use jnp.mean instead of np.mean, and so on (import "
+    "jax.numpy as jnp)",
+    jax.errors.NonConcreteBooleanIndexError: "a boolean mask as an index needs values: use jnp.where(mask, x, 0)",
+    jax.errors.TracerIntegerConversionError: "range() and the index of a list need a value: use jax.lax.fori_loop, and "
+    "jnp.asarray(values)[i]",
+    jax.errors.ConcretizationTypeError: "float(), int(), .item() and a shape need a value: compute with the array",
+}
 
 
 def fitting(call: Callable[[], T], smaller: Callable[[jax.errors.JaxRuntimeError], None]) -> T:
@@ -36,9 +47,26 @@ def traceable(call: Callable[[], T], use_constants: Callable[[], bool]) -> T:
 
     ``use_constants`` returns False if the hyper-parameters are constants already.
     """
-    try:
+    with explained():
+        try:
+            return call()
+        except UNTRACEABLE:
+            if not use_constants():
+                raise
         return call()
-    except UNTRACEABLE:
-        if not use_constants():
-            raise
-    return call()
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Adds a note to an error of a function of the user's that JAX cannot trace: what to write instead."""
+    try:
+        yield
+    except Exception as error:
+        for each in (error, error.__cause__):  # a check of a function raises ConfigurationError from JAX's error
+            instead = next((text for kind, text in INSTEAD.items() if isinstance(each, kind)), None)
+            if instead and not any(instead in note for note in getattr(error, "__notes__", ())):
+                error.add_note(
+                    "fedjax_drift compiles the functions that you pass: JAX calls them once, with arrays that have a "
+                    f'shape and no values yet. {instead}. See "Functions that JAX cannot trace" in docs/errors.md.'
+                )
+        raise

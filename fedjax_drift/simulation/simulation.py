@@ -30,6 +30,7 @@ from fedjax_drift.simulation.executor import Executor
 from fedjax_drift.simulation.options import FlatOptions, Options, grouped, unexpected
 from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.plan import Plan, device_traffic, plan_of
+from fedjax_drift.simulation.retries import explained
 from fedjax_drift.simulation.runner import run_alone
 from fedjax_drift.simulation.runs import Run
 from fedjax_drift.simulation.selection import rule_of
@@ -114,7 +115,8 @@ class Simulation:
             failures, mean() if aggregation is None else aggregation, synchronous() if clock is None else clock,
             devices, placement, on_nonfinite, measure, check_sources(sources), star() if topology is None else topology,
         )  # fmt: skip
-        self.executor = Executor(assemble(given))
+        with explained():
+            self.executor = Executor(assemble(given))
 
     @property
     def setup(self) -> Setup:
