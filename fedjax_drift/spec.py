@@ -163,6 +163,7 @@ POSITIVE = number("a finite number > 0", lambda v: v > 0, (0.5,), (0, -1))
 NONNEGATIVE = number("a finite number >= 0", lambda v: v >= 0, (0, 0.5), (-1,))
 FRACTION = number("in [0, 1)", lambda v: 0 <= v < 1, (0, 0.5), (1, -0.1))
 INSIDE = number("in (0, 1)", lambda v: 0 < v < 1, (0.5,), (0, 1), computed=False)
+PROBABILITY = number("a probability in 0..1", lambda v: 0 <= v <= 1, (0, 1), (-0.1, 1.5))
 
 Positive = Annotated[float, POSITIVE]
 NonNegative = Annotated[float, NONNEGATIVE]
@@ -170,7 +171,7 @@ Finite = Annotated[float, number("finite", lambda v: True, (0, -1), ())]
 Fraction = Annotated[float, FRACTION]
 Share = Annotated[float, number("in (0, 1]", lambda v: 0 < v <= 1, (0.5, 1), (0, 1.5))]
 Mix = Annotated[float, number("in 0..1", lambda v: 0 <= v <= 1, (0, 1), (-0.1, 1.5))]
-Probability = Annotated[float, number("a probability in 0..1", lambda v: 0 <= v <= 1, (0, 1), (-0.1, 1.5))]
+Probability = Annotated[float, PROBABILITY]
 Count = Annotated[int, integer(1)]
 CountOrZero = Annotated[int, integer(0)]
 Seed = Annotated[int, integer(0, math.inf)]  # of NumPy's random generators

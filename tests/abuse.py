@@ -372,11 +372,34 @@ EXCEPTIONS: dict[str, dict[str, Kind]] = {
     "LocalTraining": {"direction": optional(Kind(ANYTHING))},  # it needs an optimizer
     "Failures": {"speed_spread": Kind(declared(fd.Failures)["speed_spread"].nonsense, [0, 0.0])},
     "Placement": {"bank": Kind([value for value in ANYTHING if not isinstance(value, str)], ["device", "host"])},
+    "noisy_labels": {
+        "rate": Kind(
+            [
+                *NOTHING,
+                *TEXTS,
+                *THINGS,
+                *BOOLS,
+                *ARRAYS,
+                RAGGED,
+                -1,
+                1.5,
+                math.nan,
+                [-1.0],
+                [np.nan],
+                [[0.5]],
+                ["a"],
+                [2],
+            ],
+            [0, 1, np.float32(0.5), Fraction(1, 2), [0.5, 1, 0], (0.5,), np.zeros(2), jnp.ones(3), range(2)],
+        )
+    },
     "Devices": dict.fromkeys(("up", "down", "seconds_per_step"), SPEED),
 }
 NEED: dict[str, dict[str, Any]] = {  # other valid arguments
     "erdos_renyi": {"p": 0.5},
     "feddf": {"unlabelled": np.ones((2, 3))},
+    "noisy_labels": {"rate": 0.5},
+    "best": {"settings": [{"lr": 0.1}], "scores": [0.5]},
     **dict.fromkeys(("vit", "encoder", "decoder"), {"depth": 1, "width": 12, "heads": 1}),
 }
 

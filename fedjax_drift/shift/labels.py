@@ -20,21 +20,17 @@ Pairs = Annotated[
         lambda pairs: spec.numbers(pairs, 2, "iu") and pairs.shape[1] == 2 and pairs.min() >= 0,
     ),
 ]
-ONE_RATE = spec.Probability.__metadata__[0]
 RATES = spec.array(
     "a probability in 0..1, or one for each client, [N]",
     lambda rates: spec.numbers(rates, 1) and rates.min() >= 0 and rates.max() <= 1,
 )
-Rate = Annotated[
-    float | np.ndarray,
-    spec.Spec(
-        lambda name, rate, fix: (ONE_RATE if checks.items(rate) is None else RATES).check(name, rate, fix),
-        "number",
-        (*ONE_RATE.right, (0, 0.5)),
-        (*ONE_RATE.wrong, (0, 1.5)),
-    ),
-    Fix("0.2 makes a fifth of the labels wrong"),
-]
+RATE = spec.Spec(
+    lambda name, rate, fix: (spec.PROBABILITY if checks.items(rate) is None else RATES).check(name, rate, fix),
+    "numbers",
+    (*spec.PROBABILITY.right, (0, 0.5)),
+    (*spec.PROBABILITY.wrong, (0, 1.5)),
+)
+Rate = float | Annotated[np.ndarray, RATE, Fix("0.2 makes a fifth of the labels wrong")]  # a float is of the program
 
 
 @recorded
@@ -42,7 +38,7 @@ def noisy_labels(rate: Rate, pairs: Pairs | None = None) -> Shift:
     """Makes each training label of client i wrong with the probability r_i. Test and validation examples stay correct.
 
     The labels are drawn once (`FederatedData.shifted` has the seed). So an example has the same wrong label in every
-    round and epoch. But if the data are `redealt`, the labels are drawn again in every round.
+    round and epoch. But in `redealt` data it depends on the place of the example in the round.
 
     - Symmetric noise, the default: a wrong label is one of the C - 1 other classes, each with the probability
       r_i / (C - 1). C is the number of classes of all clients, `FederatedData.num_classes`.
@@ -64,9 +60,10 @@ def noisy_labels(rate: Rate, pairs: Pairs | None = None) -> Shift:
         C = owner.num_classes
         if C is None or not jnp.issubdtype(y.dtype, jnp.integer):
             checks.refuse("noisy_labels needs integer labels", y.dtype)
-        if C < 2 or pairs is not None and pairs.max() >= C:
-            what = "noisy_labels needs at least 2 classes" if C < 2 else f"pairs must have labels in 0..{C - 1}"
-            checks.refuse(what, C if C < 2 else pairs.max())
+        if C < 2:
+            checks.refuse("noisy_labels needs at least 2 classes", C)
+        if pairs is not None and pairs.max() >= C:
+            checks.refuse(f"pairs must have labels in 0..{C - 1}", pairs.max())
         key, key_of_class = jax.random.split(key)
         wrong = (jax.random.uniform(key, y.shape) < _rate_of(owner)) & (y >= 0)  # negative labels mark padding
         if becomes is None:

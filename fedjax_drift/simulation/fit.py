@@ -64,10 +64,10 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
         fix = "create the model with the input_shape of the data, or reshape the examples"
         if type(error).__name__ == "TraceContextError":
             fix = "the model changes its own state, as nnx.Dropout does: use fd.Model.from_nnx, which handles this"
-        elif isinstance(error, UNTRACEABLE):
-            fix = "compute with jax.numpy instead of numpy, and choose with jnp.where instead of if"
         elif data.x.dtype.kind != "i" and _accepts(masked, params, (B, *data.x.shape[1:]), jnp.int32):
             fix = "it needs integers: pass ids and tokens as x.astype(np.int32)"
+        elif isinstance(error, UNTRACEABLE):
+            fix = "compute with jax.numpy instead of numpy, and choose with jnp.where instead of if"
         raise ConfigurationError(
             f"the model does not accept the examples of the data, {data.x.dtype}{list(data.x.shape[1:])} each "
             f"({first_line(error)}): {fix}"

@@ -21,7 +21,7 @@ INSTEAD: dict[type[Exception], str] = {  # what to write instead of what needs v
     "jax.lax.cond, jax.lax.while_loop, & and |",
     jax.errors.TracerArrayConversionError: "NumPy needs values: use jnp.mean instead of np.mean, and so on (import "
     "jax.numpy as jnp)",
-    jax.errors.NonConcreteBooleanIndexError: "a boolean mask as an index needs values: use jnp.where(mask, x, 0)",
+    jax.errors.NonConcreteBooleanIndexError: "A boolean mask as an index needs values: use jnp.where(mask, x, 0)",
     jax.errors.TracerIntegerConversionError: "range() and the index of a list need a value: use jax.lax.fori_loop, and "
     "jnp.asarray(values)[i]",
     jax.errors.ConcretizationTypeError: "float(), int(), .item() and a shape need a value: compute with the array",
