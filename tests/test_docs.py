@@ -151,7 +151,7 @@ def errors() -> list[tuple[str, str]]:
 @pytest.fixture(scope="module")
 def wrong() -> dict:
     """Returns the names that the calls on the page of errors use."""
-    ((_, source),) = blocks(ROOT / "docs" / "errors.md")
+    (_, source), *_ = blocks(ROOT / "docs" / "errors.md")
     names: dict = {}
     exec(source, names)
     return names
@@ -312,6 +312,21 @@ SMALL = {  # values for the cell with the tag "parameters", so that the notebook
 
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
+def test_a_notebook_is_stored_as_jupyter_lab_saves_it(path) -> None:
+    """Lab writes the kernel's metadata when it opens a notebook. If they are complete, git sees no change."""
+    import nbformat
+    from ipykernel.ipkernel import IPythonKernel
+    from ipykernel.kernelspec import get_kernel_dict
+
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert path.read_text() == nbformat.writes(notebook) + "\n" and notebook.nbformat_minor >= 5
+    kernel = {name: get_kernel_dict()[name] for name in ("display_name", "language")}
+    assert notebook.metadata.kernelspec == kernel | {"name": "python3"}
+    assert notebook.metadata.language_info | {"version": ""} == IPythonKernel.language_info | {"version": ""}
 
 
 @pytest.mark.thorough
