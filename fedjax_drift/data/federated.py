@@ -174,8 +174,7 @@ class FederatedData:
         if isinstance(clients, Mapping):
             client_names, clients = tuple(map(str, clients)), list(clients.values())
         x, y, sizes = joining.concatenate(clients, "client", client_names)
-        x_test, y_test = (None, None) if test is None else joining.as_pair(test, "test")
-        test_sizes = None
+        (x_test, y_test), test_sizes = (None, None) if test is None else joining.as_pair(test, "test"), None
         if test_clients is not None:
             if test is not None:
                 fix = "evaluate pools test_clients, so leave test out"
@@ -208,8 +207,7 @@ class FederatedData:
         """
         x, y = joining.checked_pair(x, y, "training data")
         rows, sizes = joining.join_parts(parts, len(x), "parts")
-        x_test, y_test = (None, None) if test is None else joining.as_pair(test, "test")
-        test_sizes = None
+        (x_test, y_test), test_sizes = (None, None) if test is None else joining.as_pair(test, "test"), None
         if test_parts is not None:
             if x_test is None or y_test is None:
                 checks.refuse("test_parts needs a test set to split", "none", "pass test=(x, y) too")
@@ -347,8 +345,7 @@ class FederatedData:
         inputs, labels = self.decode(x), jnp.asarray(integers_as_int32(y))
         t = jnp.int32(checks.integer("round", round, 0, 2**31 - 1))
         if self.shifting is not None:
-            owner = Owner(jnp.int32(i), self.num_clients, num_classes=self.num_classes)
-            part = TESTING if test else TRAINING
+            owner, part = Owner(jnp.int32(i), self.num_clients, 0, self.num_classes), TESTING if test else TRAINING
             inputs, labels = self.shifting.examples(t, owner, jnp.arange(len(x)), inputs, labels, part)
         return np.asarray(inputs), np.asarray(labels)
 
@@ -433,10 +430,7 @@ class FederatedData:
 
         Raises ValueError unless the labels are integers. An example may have several, such as the tokens of a text.
         """
-        joining.check_classes(self.y, "label counts need", several=True)
-        classes, ends = self.num_classes or 0, np.cumsum(self.sizes)
-        labels = (self.y[end - n : end].reshape(-1) for end, n in zip(ends, self.sizes, strict=True))
-        return np.stack([np.bincount(each.astype(np.int64), minlength=classes) for each in labels])
+        return joining.label_counts(self.y, self.sizes, self.num_classes or 0)
 
     def __repr__(self) -> str:
         test = "no test set" if self.x_test is None else f"{len(self.x_test):,} test examples"

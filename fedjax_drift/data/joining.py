@@ -205,6 +205,13 @@ def check_classes(y: np.ndarray, needs: str, several: bool = False) -> None:
         checks.refuse(f"{needs} labels >= 0", y.min(), "number the classes from 0")
 
 
+def label_counts(y: np.ndarray, sizes: np.ndarray, classes: int) -> np.ndarray:
+    """See `FederatedData.label_counts`."""
+    check_classes(y, "label counts need", several=True)
+    labels = (y[end - n : end].reshape(-1) for end, n in zip(np.cumsum(sizes), sizes, strict=True))
+    return np.stack([np.bincount(each.astype(np.int64), minlength=classes) for each in labels])
+
+
 def owners_by_class(y: np.ndarray, counts: np.ndarray, seed: int) -> np.ndarray:
     """Splits examples over clients, each class in proportion to the clients' examples of it. Returns the owners [M].
 
