@@ -203,6 +203,19 @@ def test_scores_do_not_depend_on_the_placement(data, monkeypatch, where) -> None
 
 
 @pytest.mark.thorough
+def test_all_clients_are_evaluated_in_one_program(data, monkeypatch, caplog) -> None:
+    """Before and after their training, in three chunks, and for another state and another learning rate."""
+    monkeypatch.setattr(personal, "CHUNK", 3)
+    with jax.log_compiles():
+        for lr in (0.5, 0.3):
+            sim, state = simulate(data.only(OLD), A.ditto(lam=0.3), local=fd.LocalTraining(batch_size=7, lr=lr))
+            sim.evaluate_new(state, data, 6)
+            sim.evaluate_new(state._replace(round=np.int32(2)), data, 6)
+    compiled = [r.message for r in caplog.records if "Finished XLA compilation of jit(new_scores)" in r.getMessage()]
+    assert len(compiled) == 1
+
+
+@pytest.mark.thorough
 def test_pairs_are_split(data) -> None:
     sim, state = simulate(data.only(OLD), A.fedavg())
     pairs = [data.client(i) for i in NEW]
