@@ -148,6 +148,9 @@ WRONG = [
 ]
 
 
+WRONG += [
+    (lambda: A.feddf("nothing.npy"), r"unlabelled must be an array, or an .npy file that exists, got nothing.npy: ")
+]
 WRONG += [(lambda: first_round(A.feddf(np.ones((2, 3)))), r"unlabelled must have examples of shape \(1,\), as the cl")]
 
 

@@ -25,6 +25,7 @@ Deviations:
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -52,7 +53,10 @@ from fedjax_drift.types import (
 
 
 def _inputs(name: str, value: Any, fix: str) -> np.ndarray:
-    array = np.load(value) if isinstance(value, str) and value.endswith(".npy") else checks.array(name, value)
+    from_file = isinstance(value, str) and value.endswith(".npy")
+    if from_file and not Path(value).is_file():
+        checks.refuse(f"{name} must be an array, or an .npy file that exists", value, fix)
+    array = np.load(value) if from_file else checks.array(name, value)
     finite = array.dtype.kind != "f" or np.isfinite(array).all()
     if array.ndim < 2 or not array.size or array.dtype == np.uint8 or array.dtype.kind not in "fiu" or not finite:
         what = f"{name} must be finite inputs of the model [U, ...], with at least 1 example, and no uint8"
