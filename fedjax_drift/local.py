@@ -312,7 +312,11 @@ def _train(
 
     def only(mask: PyTree, new: Params, old: Params) -> Params:
         """The leaves of ``new`` where the mask is True, otherwise those of ``old``."""
-        return jax.tree.map(lambda chosen, new, old: new if chosen else old, mask, new, old)
+
+        def leaf(chosen: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+            return jnp.where(chosen, new, old) if isinstance(chosen, jax.Array) else new if chosen else old
+
+        return jax.tree.map(leaf, mask, new, old)
 
     part_of = parts_of(work)
 

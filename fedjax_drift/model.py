@@ -69,6 +69,8 @@ class Model(NamedTuple):
       statistics: The running statistics of BatchNorm. None: all parameters are trained.
       merged: ``merged(params)`` -> the parameters of the whole model, if only a part of it is trained
         (`fd.models.lora`).
+      products: ``products(params) -> {path: [..., in, out]}``, what low-rank adapters add to each matrix. None for a
+        model without adapters.
       vocabulary: The number of token ids, if the inputs are ids. They are then checked to be in 0..vocabulary - 1. (JAX
         reads NaN for a larger id, and the last row of the table for the id -1.) A tuple has one number per position of
         an example, and its last number holds for all further positions. None: the inputs are not checked.
@@ -92,6 +94,7 @@ class Model(NamedTuple):
     merged: Callable[[Params], Params] | None = None
     vocabulary: int | tuple[int, ...] | None = None
     output_axes: Mapping[str, int | tuple[int, ...]] | int | None = None
+    products: Callable[[Params], dict[str, jax.Array]] | None = None
     recipe: Recipe | None = None  # how the model was made
 
     @property
@@ -297,9 +300,10 @@ GivenModel = Annotated[Model, spec.instance(Model), Fix("fd.models.lenet5(), for
 
 
 class Part(NamedTuple):
-    """How `local.train` treats a part of the model that stays with the client (`fd.algorithms.partly_shared`)."""
+    """How `local.train` treats a part of the model that stays with the client (`fd.algorithms.partly_shared`), or that
+    is not trained in this round (`fd.algorithms.rolora`)."""
 
     personal: PyTree  # a bool for every leaf of the parameters: it stays with the client, and `correct` skips it
-    trained: PyTree  # a bool for every leaf: it is trained
+    trained: PyTree  # likewise: it is trained. Or an array of bools that broadcasts to the leaf
     own: Callable[[Params], PyTree]  # ``own(theta)`` is what the client keeps of the local model
     handed_over: Callable[[Params], Params]  # ``handed_over(theta)`` is the model that `local.train` returns for theta

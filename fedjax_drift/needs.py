@@ -24,6 +24,7 @@ class Needs(NamedTuple):
     one_server: bool = False  # no topology with several servers
     weights: bool = False  # participation and aggregation keep the weights of the clients
     equal_weights: bool = False  # all clients of a mean have the same weight, and no discount
+    adapters: bool = False  # both factors of low-rank adapters are trained (`fd.models.lora`)
 
     def __or__(self, other: Needs) -> Needs:  # type: ignore[override]
         """The needs of both."""

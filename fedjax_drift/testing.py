@@ -15,6 +15,7 @@ from fedjax_drift.data.federated import FederatedData
 from fedjax_drift.devices.mesh import clients_mesh
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.model import Model
+from fedjax_drift.models.adapted import lora
 from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.simulation import programs
 from fedjax_drift.simulation.simulation import Simulation
@@ -37,7 +38,7 @@ def check_contract(
 
     A federation with six clients of different sizes trains a small network for a few rounds, in which clients fail. The
     network has features, a head and logits that are cosines, and parameters of unusual shapes: without elements,
-    without axes, and with five axes. The checks are:
+    without axes, and with five axes. For an algorithm that needs them, it has low-rank adapters. The checks are:
 
     - Shapes and dtypes of the state stay the same, and its values are finite.
     - A round is pure: it does not change its argument, and the same state gives the same bits.
@@ -64,8 +65,8 @@ def check_contract(
 
 
 @functools.cache
-def _model() -> Model:
-    """The model of `contract_simulation`. Simulations of the same model share programs."""
+def _model(adapters: bool) -> Model:
+    """The model of `contract_simulation`, with or without adapters. Simulations of the same model share programs."""
 
     def init(key: jax.Array) -> Params:
         keys = jax.random.split(key)
@@ -80,7 +81,8 @@ def _model() -> Model:
         scale = params["scalar"] * params["five axes"].reshape(1, 3)
         return cosine_logits(z, params["classifier"]) * scale
 
-    return Model(init, lambda p, x: head(p, features(p, x)), features=features, head=head, cosine=True)
+    model = Model(init, lambda p, x: head(p, features(p, x)), features=features, head=head, cosine=True)
+    return lora(model, 2, "hidden|classifier", whole="norm|empty|scalar|five") if adapters else model
 
 
 @functools.cache
@@ -102,7 +104,7 @@ def contract_simulation(algorithm: Algorithm, **changes: Any) -> Simulation:
         "stragglers": 0.4,
     }
     options |= {"lanes": 2, "mesh": clients_mesh(jax.devices()[:1])}
-    return Simulation(_model(), algorithm=algorithm, **options | changes)
+    return Simulation(_model(getattr(algorithm.requires, "adapters", False)), algorithm=algorithm, **options | changes)
 
 
 def check_rounds(simulation: Simulation) -> None:
@@ -137,7 +139,8 @@ def check_zero_gradient(simulation: Simulation) -> None:
     start = state = still.init(jax.random.key(SEED))
     for cohort in COHORTS:
         state, _ = still.round_fn(state, cohort)
-    pairs = zip(*map(jax.tree.leaves, (start.params, state.params)), strict=True)
+    merged = simulation.model.merged or (lambda params: params)  # adapters may change, but not what they add up to
+    pairs = zip(*(jax.tree.leaves(merged(each.params)) for each in (start, state)), strict=True)
     moved = max(float(np.abs(np.asarray(a) - b).max(initial=0)) for a, b in pairs)
     _require(moved < 1e-7, f"if all gradients are 0, the model must not move, got a change of {moved:.1e}")
 

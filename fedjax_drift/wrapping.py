@@ -7,6 +7,7 @@ from typing import Any
 
 from fedjax_drift.types import Algorithm, ClientResult, PyTree, Round, Work
 
+Lens = tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]
 PHASES = ("survey", "client_update")  # the functions of an algorithm whose results have a message
 
 
@@ -17,7 +18,7 @@ def _same(value: Any) -> Any:
 def inside(
     base: Algorithm,
     *,
-    server: str | None = None,
+    server: str | Lens | None = None,
     client: str | None = None,
     received: Callable[[Any, PyTree, Work], tuple[Any, Work]] | None = None,
     message: Callable[[PyTree], PyTree] = _same,
@@ -30,7 +31,8 @@ def inside(
     among them ``init_server`` and ``init_client`` if there are more variables. All others are passed on.
 
     Args:
-      server, client: the field of the outer variables that contains those of the base. None: they are the same.
+      server, client: the field of the outer variables that contains those of the base. None: they are the same. Or for
+        the server the functions ``(outer) -> base`` and ``(outer, new base) -> new outer``.
       received: ``received(server, client, work) -> (server, work)`` of the base, on a client. Default: the base's part
         of the server's variables, and the same work.
       message: ``message(m)`` returns the base's part of a message, or of a mean of messages. Default: all of it.
@@ -38,10 +40,14 @@ def inside(
       sends: ``sends(server, m)`` returns what a client sends in the place of the message m of the base, in both phases.
     """
 
-    def part(variables: Any, field: str | None) -> Any:
+    def part(variables: Any, field: str | Lens | None) -> Any:
+        if isinstance(field, tuple):
+            return field[0](variables)
         return variables if field is None else getattr(variables, field)
 
-    def put(variables: Any, field: str | None, new: Any) -> Any:
+    def put(variables: Any, field: str | Lens | None, new: Any) -> Any:
+        if isinstance(field, tuple):
+            return field[1](variables, new)
         return new if field is None else variables._replace(**{field: new})
 
     def seen(of_round: Any) -> Any:

@@ -177,7 +177,7 @@ def test_the_algorithms_page_lists_every_factory_with_its_state() -> None:
     given = {"mu": 0.1, "alpha": 0.1, "beta": 0.9, "server_lr": 0.1}
     given |= {"unlabelled": [[0.0]], "classes": 62, "features": 84}
     models = {"lenet5": fd.models.lenet5(62), "cosine": fd.models.lenet5(62, cosine=True)}
-    models["resnet18"] = fd.models.resnet18()
+    models |= {"resnet18": fd.models.resnet18(), "adapted": fd.models.lora(models["lenet5"])}
     shapes = {name: jax.eval_shape(model.init, jax.random.key(0)) for name, model in models.items()}
 
     def size(tree) -> int:
@@ -189,7 +189,8 @@ def test_the_algorithms_page_lists_every_factory_with_its_state() -> None:
         algorithm = factory(**{key: given[key] for key in needed})
         own = inspect.signature(factory).parameters.get("personal")
         has_norm = own is not None and "norm" in own.default  # LeNet-5 has no normalisation layer
-        params = shapes["resnet18" if has_norm else "cosine" if algorithm.requires.cosine else "lenet5"]
+        needs = "adapted" if algorithm.requires.adapters else "cosine" if algorithm.requires.cosine else "lenet5"
+        params = shapes["resnet18" if has_norm else needs]
         client, server = (jax.eval_shape(init, params) for init in (algorithm.init_client, algorithm.init_server))
         assert client_bytes == f"{size(client):,}", name
         assert int(server_models) == size(server) // size(params), name

@@ -23,7 +23,20 @@ MODULES = {
     for path in ROOT.rglob("*.py")
 }
 FLOORS = [
-    {"errors", "types", "needs", "message", "wrapping", "model", "recipes", "tree", "leaves", "checks", "spec"}
+    {
+        "errors",
+        "types",
+        "needs",
+        "message",
+        "wrapping",
+        "model",
+        "recipes",
+        "tree",
+        "leaves",
+        "factors",
+        "checks",
+        "spec",
+    }
     | {"adapters", "axes", "batch_norm", "masks", "version", "disk", "reprs", "schedules", "convolution", "pytorch"},
     {"data", "models", "shift"},
     {"local", "devices", "clock", "participation", "topology"},
@@ -95,6 +108,7 @@ def test_modules_import_only_from_their_own_or_lower_layers() -> None:
                 "tree",
                 "leaves",
                 "axes",
+                "factors",
                 "local",
                 "checks",
                 "spec",

@@ -112,6 +112,7 @@ USES = {use.__name__: use for use in (alone, partly_shared, with_adapters, with_
 CASES = [("fedsol", "partly_shared")]  # it has adapters, too
 CASES += [thorough("fedsol", use) for use in USES if use != "partly_shared"]
 CASES += [thorough(name, use) for name in ALGORITHMS for use in ("alone", "partly_shared") if name != "fedsol"]
+CASES += [thorough(name, "with_adapters") for name in ("rolora", "fedsa_lora", "fedex_lora", "flora", "flexlora")]
 
 
 @pytest.mark.parametrize(("name", "use"), CASES)

@@ -129,6 +129,13 @@ WRAPPERS: dict[str, Callable[[fd.Algorithm], fd.Algorithm]] = {
 }
 PERSONAL = ("partly_shared", "partly_shared, mean", "frozen")  # they refuse a base with personal models
 OF_OWN_MODELS = {"personal", "adapt"}
+LOW_RANK: dict[str, Callable[[fd.Algorithm], fd.Algorithm]] = {
+    "rolora": a.rolora,
+    "fedex_lora": a.fedex_lora,
+    "flora": a.flora,
+    "flexlora": lambda base: a.flexlora(base, ranks=(1,)),
+}
+ADAPTED = fd.models.lora(TWO_LAYERS, 1, "hidden", whole="classifier|scale")
 MODELS = {"plain": TWO_LAYERS, **BATCH_NORM}
 
 
@@ -150,6 +157,14 @@ CORE = ("compressed", "partly_shared, mean", "scheduled")
 @pytest.mark.parametrize("name", [name if name in CORE else thorough(name) for name in WRAPPERS])
 def test_wrappers_call_all_functions_of_their_base(name) -> None:
     check_calls(WRAPPERS[name], TWO_LAYERS, OF_OWN_MODELS if name in PERSONAL else set())
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", LOW_RANK)
+@pytest.mark.parametrize("around", ["itself", "compressed", "scheduled"])
+def test_those_of_adapters_call_all_functions_of_their_base(name, around) -> None:
+    wrap = LOW_RANK[name] if around == "itself" else lambda base: WRAPPERS[around](LOW_RANK[name](base))
+    check_calls(wrap, ADAPTED, set() if name == "rolora" else OF_OWN_MODELS)
 
 
 @pytest.mark.parametrize("kept", ["average", thorough("local")])

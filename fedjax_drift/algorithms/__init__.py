@@ -3,7 +3,7 @@
 The docstring of each file contains the equations of the algorithm. The number at the end of an equation, such as (2),
 is repeated in a comment at the line of code that implements it. The docstring then lists the deviations from the paper.
 
-The files import `local`, `tree`, `leaves`, `types`, `model`, `checks`, `errors` and each other.
+The files import `local`, `tree`, `leaves`, `factors`, `types`, `model`, `checks`, `errors` and each other.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from fedjax_drift.algorithms.agnostic import agnostic
 from fedjax_drift.algorithms.apfl import apfl
 from fedjax_drift.algorithms.constrained import constrained
 from fedjax_drift.algorithms.ditto import ditto
+from fedjax_drift.algorithms.exact_lora import fedex_lora, flora
 from fedjax_drift.algorithms.fedacg import fedacg
 from fedjax_drift.algorithms.fedadamw import fedadamw
 from fedjax_drift.algorithms.fedadc import fedadc
@@ -36,7 +37,7 @@ from fedjax_drift.algorithms.fedlesam import fedlesam
 from fedjax_drift.algorithms.fednova import fednova
 from fedjax_drift.algorithms.fedntd import fedntd
 from fedjax_drift.algorithms.fedopt import fedadagrad, fedadam, fedyogi
-from fedjax_drift.algorithms.fedper import fedbabu, fedbn, fedper, fedrep, lg_fedavg
+from fedjax_drift.algorithms.fedper import fedbabu, fedbn, fedper, fedrep, fedsa_lora, lg_fedavg
 from fedjax_drift.algorithms.fedproto import fedproto
 from fedjax_drift.algorithms.fedprox import fedprox
 from fedjax_drift.algorithms.fedreg import fedreg
@@ -46,6 +47,7 @@ from fedjax_drift.algorithms.fedsol import fedsol
 from fedjax_drift.algorithms.fedspeed import fedspeed
 from fedjax_drift.algorithms.fedswa import fedmoswa, fedswa
 from fedjax_drift.algorithms.fedvarp import fedvarp
+from fedjax_drift.algorithms.flexlora import flexlora
 from fedjax_drift.algorithms.ghbm import fedhbm, ghbm, localghbm
 from fedjax_drift.algorithms.ifca import hypcluster, ifca
 from fedjax_drift.algorithms.lfd import lfd
@@ -56,6 +58,7 @@ from fedjax_drift.algorithms.partly_shared import partly_shared
 from fedjax_drift.algorithms.perfedavg import perfedavg
 from fedjax_drift.algorithms.pfedme import pfedme
 from fedjax_drift.algorithms.qfedavg import qfedavg
+from fedjax_drift.algorithms.rolora import rolora
 from fedjax_drift.algorithms.scaffold import scaffold
 from fedjax_drift.algorithms.slowmo import slowmo
 from fedjax_drift.algorithms.vrl_sgd import vrl_sgd
@@ -73,6 +76,7 @@ __all__ = [  # a literal list, because type checkers read it
     "fedvarp", "mifa", "fedau", "feddf",
     "ditto", "pfedme", "apfl", "perfedavg", "ifca", "hypcluster", "fedproto",
     "partly_shared", "fedper", "fedrep", "fedbabu", "lg_fedavg", "fedbn",
+    "rolora", "fedsa_lora", "fedex_lora", "flora", "flexlora",
 ]  # fmt: skip
 __dir__ = __all__.copy
 

@@ -1,4 +1,5 @@
-"""FedPer, FedRep, FedBABU, LG-FedAvg and FedBN: FedAvg of a part of the model. partly_shared.py has the equations.
+"""FedPer, FedRep, FedBABU, LG-FedAvg, FedBN and FedSA-LoRA: FedAvg of a part of the model. partly_shared.py has the
+equations.
 
 FedPer      Arivazhagan, Aggarwal, Singh, Choudhary 2019, arXiv 1912.00818: the classifier is personal.
 FedRep      Collins, Hassani, Mokhtari, Shakkottai, ICML 2021, arXiv 2102.07078: a client first trains the classifier,
@@ -8,6 +9,7 @@ FedBABU     Oh, Kim, Yun, ICLR 2022, arXiv 2106.06042: the classifier keeps its 
 LG-FedAvg   Liang, Liu, Ziyin, Allen, Auerbach, Brent, Salakhutdinov, Morency 2020, arXiv 2001.01523: all layers but the
             classifier are personal.
 FedBN       Li, Jiang, Zhang, Kamp, Dou, ICLR 2021, arXiv 2102.07623: the normalisation layers are personal.
+FedSA-LoRA  Guo, Zeng, Wang, Fan, Wang, Qu, ICLR 2025, arXiv 2410.01463: the factors B of adapters are personal.
 
 Deviations:
 - FedRep trains the classifier for E - base_epochs epochs and the other layers for base_epochs epochs. Clients have
@@ -19,6 +21,8 @@ Deviations:
 - FedBN weights clients by 1, as the authors' code does.
 - The paper of FedBN uses BatchNorm, whose running statistics also stay with the client. Here, this needs a model with
   ``statistics="local"`` (`Model.from_linen`). The networks of `fd.models` have GroupNorm or LayerNorm.
+- The authors' code of FedSA-LoRA weights clients by n_i. With a classifier that is trained whole (GLUE), that one is
+  personal, too (``personal="/b$|classifier"``).
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import Any
 from fedjax_drift.algorithms.fedavg import Weighting, fedavg
 from fedjax_drift.algorithms.partly_shared import NewClients, partly_shared
 from fedjax_drift.spec import Count
-from fedjax_drift.types import Algorithm, algorithm
+from fedjax_drift.types import Algorithm, Needs, algorithm
 
 
 @algorithm
@@ -92,3 +96,16 @@ def fedbn(personal: Any = "(?i)norm", weighting: Weighting = "uniform") -> Algor
     By default, the leaves with "norm" in their path are personal.
     """
     return partly_shared(fedavg(weighting=weighting), personal)._replace(name="fedbn")
+
+
+@algorithm
+def fedsa_lora(
+    personal: Any = "/b$", weighting: Weighting = "examples", new_clients: NewClients = "initial"
+) -> Algorithm:
+    """FedAvg of the factors A of low-rank adapters. A client keeps its factors B. Arguments and errors as in `fedper`.
+
+    The model must be one of `fd.models.lora`. By default, the leaves that end in "/b" are personal. Parameters that are
+    trained whole are shared. `evaluate` evaluates w, whose factors B stay 0. Use `evaluate_clients`.
+    """
+    shared = partly_shared(fedavg(weighting=weighting), personal, new_clients=new_clients)
+    return shared._replace(requires=shared.requires | Needs(adapters=True), name="fedsa_lora")

@@ -111,9 +111,9 @@ def partly_shared(
             )
         if work.part is not None:  # `local.train` treats one part, so the outer one's leaves would be trained as usual
             checks.refuse(
-                "partly_shared must not be inside another partly_shared",
-                "two of them",
-                "select the leaves of both with one personal=",
+                "partly_shared must not be inside another algorithm that trains a part of the model",
+                "partly_shared, rolora, or flexlora with ranks",
+                "select the leaves of two partly_shared with one personal=",
             )
         start = with_leaves(server.params, own_leaves(server.params, client))  # (1)
         mask = leaves.select("personal", personal, start)

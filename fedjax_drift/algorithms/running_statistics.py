@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from fedjax_drift import tree
+from fedjax_drift import factors, tree
 from fedjax_drift.local import train
 from fedjax_drift.model import Model
 from fedjax_drift.types import Algorithm, ClientResult, Params, PyTree, Round, Trained, Work, algorithm, whole
@@ -128,6 +128,7 @@ def of_parameters(model: Model, statistics: PyTree) -> Model:
 def fine_tuned(work: Work, model: Params) -> Params:
     """A whole model after plain local training, with its running statistics."""
     if work.model.statistics is None:
-        return train(work, model)[0]
+        start, w = factors.split(model)  # w is not trained, and weight decay must not move it
+        return factors.joined(train(factors.around(work, w), start)[0], w)
     _, trained = train(separated(work, model["batch_stats"]), model["params"])
     return trained.theta

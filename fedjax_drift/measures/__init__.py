@@ -9,13 +9,23 @@ The modules import `round` and modules that `round` imports. `personal.py` also 
 """
 
 from fedjax_drift.measures.data_distance import Distances, distances
-from fedjax_drift.measures.drift import forgetting, gradients, labels, local_sharpness, predictions, sharpness, updates
+from fedjax_drift.measures.drift import (
+    forgetting,
+    gradients,
+    labels,
+    local_sharpness,
+    low_rank,
+    predictions,
+    sharpness,
+    updates,
+)
 from fedjax_drift.measures.measure import Cohort, Global, Mean, Measure, Needs, Seen
 from fedjax_drift.measures.planes import LossPlane, loss_plane
 from fedjax_drift.recipes import recorded
 
 __all__ = [
     "Cohort", "Distances", "Global", "LossPlane", "Mean", "Measure", "Needs", "Seen", "distances", "forgetting",
-    "gradients", "labels", "local_sharpness", "loss_plane", "predictions", "recorded", "sharpness", "updates",
+    "gradients", "labels", "local_sharpness", "loss_plane", "low_rank", "predictions", "recorded", "sharpness",
+    "updates",
 ]  # fmt: skip
 __dir__ = __all__.copy

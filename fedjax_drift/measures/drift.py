@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fedjax_drift import checks, tree
 from fedjax_drift.local import full_gradient
 from fedjax_drift.measures.curvature import curvature, hessian, lanczos
 from fedjax_drift.measures.measure import Cohort, Global, Mean, Measure, Measures, Needs, Seen, Values, curvature_key
+from fedjax_drift.model import Model
 from fedjax_drift.recipes import recorded
 from fedjax_drift.round.arrays import Client
 from fedjax_drift.round.engine import Engine, Shared, look_up
@@ -172,22 +174,61 @@ def local_sharpness(steps: Count = 20) -> Measure:
     return Measure("local_sharpness", client=client, needs=Needs(test=1))
 
 
+@recorded
+def low_rank() -> Measure:
+    """Aggregation drift of low-rank adapters: how far the products of the new factors are from the mean of the clients'
+    products, relative to that mean.
+
+    ``aggregation_drift`` [], ||sum_S p_i s A_i B_i - s A B|| / ||sum_S p_i s A_i B_i||, with the new A and B, for all
+    adapted matrices together; ``matrix_drift`` [m], the same for each matrix, in the order of the parameters, of a
+    stack one after another. It is 0 if all products are 0. What an algorithm adds to the frozen matrices (FedEx-LoRA)
+    counts as a part of the products, on both sides.
+    """
+
+    def share(seen: Seen) -> Values:
+        return of_adapters(seen.engine.model, seen.theta)
+
+    def combined(mean: Values, new: Global) -> Values:
+        after = of_adapters(new.engine.model, new.params)
+
+        def squares(products: Values) -> jax.Array:
+            return jnp.concatenate([(m**2).sum((-2, -1)).ravel() for m in products.values()])
+
+        gap, norm = squares(tree.subtract(mean, after)), squares(mean)
+
+        def relative(gap: jax.Array, norm: jax.Array) -> jax.Array:
+            return jnp.where(gap == 0, 0, jnp.sqrt(gap / norm))
+
+        return {"aggregation_drift": relative(gap.sum(), norm.sum()), "matrix_drift": relative(gap, norm)}
+
+    return Measure("low_rank", share=share, combined=combined, needs=Needs(adapters=True))
+
+
+def of_adapters(model: Model, params: Params) -> Values:
+    """What the adapters of a model add to its matrices."""
+    assert model.products is not None
+    return model.products(params)
+
+
 MEASURES: dict[str, Callable[[], Measure]] = {
     "updates": updates, "gradients": gradients, "predictions": predictions, "forgetting": forgetting,
-    "labels": labels, "sharpness": sharpness, "local_sharpness": local_sharpness,
+    "labels": labels, "sharpness": sharpness, "local_sharpness": local_sharpness, "low_rank": low_rank,
 }  # fmt: skip
 Measured = str | Measure | Sequence[str | Measure]  # the argument ``measure``
 CURVED = ("sharpness", "local_sharpness")  # these take as long as hundreds of evaluations
-QUICK = tuple(name for name in MEASURES if name not in CURVED)
+ADAPTED = ("low_rank",)  # these need low-rank adapters
+QUICK = tuple(name for name in MEASURES if name not in (*CURVED, *ADAPTED))
 
 
 def chosen(measure: Any, engine: Engine, streamed: bool) -> Measures:
-    """The measures of the argument ``measure``: names, measures, True for all names, or False.
+    """The measures of the argument ``measure``: names, measures, True for all names that fit the model, or False.
 
     Raises ConfigurationError if a name is unknown, or if a measure cannot be computed with the data or the model.
     """
     several = [measure] if isinstance(measure, Measure | bool) else checks.items(measure) or [measure]
     named = [one for one in several if not isinstance(one, Measure)]
+    if len(named) == 1 and isinstance(named[0], bool | np.bool) and named[0]:
+        named = [name for name in MEASURES if name not in ADAPTED or engine.model.products is not None]
     names = checks.choices("measure", named[0] if len(named) == 1 else named, MEASURES)
     values = [*(MEASURES[name]() for name in dict.fromkeys(names)), *(m for m in several if isinstance(m, Measure))]
     for value in values:

@@ -120,7 +120,7 @@ class Global(NamedTuple):
 
     engine: Engine  # what the round is compiled from
     params: Params
-    test: TestRows | None  # the test set that `Simulation.evaluate` uses
+    test: TestRows | None  # the test set that `Simulation.evaluate` uses; None for ``combined``
     key: jax.Array  # a random key of the round
 
 
@@ -131,6 +131,7 @@ class Needs(NamedTuple):
     classifier: bool = False  # one with the default loss, and one integer label per example
     all_clients: bool = False  # the examples of all clients on the devices
     global_model: bool = True  # False: it also works if only the clients have running statistics
+    adapters: bool = False  # low-rank adapters
 
 
 class Measure(NamedTuple):
@@ -155,6 +156,8 @@ class Measure(NamedTuple):
       update: ``update(D, mean)`` compares the update of a client after a local epoch with the mean update, [K, E, ...].
       again: ``again(work, mean)`` returns a function like ``epoch``. The clients train a second time, because the means
         of their models and updates are only known then. See `Mean`.
+      share: ``share(seen)`` returns arrays after the training of a client, whose mean over the clients is needed.
+      combined: ``combined(mean, new)`` is called once for a round, with this mean and the new global model, a `Global`.
       cohort: ``cohort(cohort)`` is called once for a round. See `Cohort`.
       model: ``model(model)`` measures the global model, in ``info`` and in records the one after the round. See
         `Global`.
@@ -171,6 +174,8 @@ class Measure(NamedTuple):
     model: Callable[[Global], Values] | None = None
     needs: Needs = Needs()
     recipe: Recipe | None = None
+    share: Callable[[Seen], PyTree] | None = None
+    combined: Callable[[PyTree, Global], Values] | None = None
 
     def __repr__(self) -> str:
         return f"Measure({self.name})"
@@ -178,7 +183,7 @@ class Measure(NamedTuple):
     @property
     def of_clients(self) -> bool:
         """Whether it sees the models of the clients."""
-        return any((self.epoch, self.client, self.update, self.again))
+        return any((self.epoch, self.client, self.update, self.again, self.share))
 
     @property
     def with_means(self) -> bool:
@@ -215,6 +220,11 @@ class Measure(NamedTuple):
             what = f"measure={name!r} needs a classifier with the default loss and one integer label per example"
             fix = 'use "updates" or "gradients", which work with every model'
             checks.refuse(what, "a different model or different labels", fix)
+        if needs.adapters and engine.model.products is None:
+            fix = "pass fd.models.lora(model, rank=8)"
+            checks.refuse(f"measure={name!r} needs a model with low-rank adapters", "one without", fix)
+        if (self.share is None) != (self.combined is None):
+            checks.refuse(f"the measure {name!r} must have share and combined, or neither", "one of them")
         if streamed and needs.all_clients:
             what = f"measure={name!r} needs the examples of all clients on the devices"
             checks.refuse(what, "a streamed data set", "pass stream=False")
@@ -330,11 +340,13 @@ def update_and_measure(
         "update": training.measured["update"],
         "valid": (client.id < engine.num_clients) & (bad_leaf < 0),
     }
-    if not any(measure.with_means for measure in measures):
+    shared_values = {m.name: m.share(seen) for m in measures if m.share is not None}
+    models = (training.theta, seen.update) if any(measure.with_means for measure in measures) else ()
+    if not models and not shared_values:
         return result, (), measured
     weight = jnp.where(aggregated, result.weight, 0)
-    models = training.theta, seen.update
-    return result, (jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), models), weight), measured
+    terms = jax.tree.map(lambda a: jnp.where(weight > 0, weight * a, 0), (models, shared_values))
+    return result, (*terms, weight), measured
 
 
 def of_round(
@@ -344,18 +356,19 @@ def of_round(
     states: PyTree,
     sums: PyTree,
     of_clients: dict[str, Any],
+    new: Params,
 ) -> dict[str, jax.Array]:
     """The measures of a round, after its clients have trained.
 
     assigned: with the result of `tested` in `Shared.extra`. states: the client states before the round. sums,
-    of_clients: what `update_and_measure` returned for all clients.
+    of_clients: what `update_and_measure` returned for all clients. new: the global model after the round.
     """
     measured = [function(Cohort(engine, assigned)) for function in functions_of(measures, "cohort")]
     if not of_clients:
         return joined(measured)
     values = [of_clients["values"]]
     if any(measure.with_means for measure in measures):
-        models, weight = sums
+        models, _, weight = sums
         w = assigned.shared.server.params
         mean = Mean(*jax.tree.map(lambda s, like: (s / weight).astype(like.dtype), models, (w, trained(engine, w))))
         compared, again = functions_of(measures, "update"), [m for m in measures if m.again is not None]
@@ -366,6 +379,10 @@ def of_round(
             values.append(function(of_clients["update"], mean.update))
         if (left := [] if kept else compared) or again:
             values.append(second_training(engine, left, again, assigned, states, mean))
+    for m in measures:
+        if m.combined is not None:
+            mean = jax.tree.map(lambda s: s / sums[2], sums[1][m.name])
+            measured.append(m.values("combined", mean, Global(engine, new, None, assigned.shared.key)))
     of_cohort = partial(in_cohort_order, len(assigned.cohort.id), assigned.order, assigned.empty)
     for name, each in joined(values).items():
         seen = of_clients["valid"].reshape(*of_clients["valid"].shape, *[1] * (each.ndim - 3))

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from fedjax_drift import axes, checks, leaves, spec
+from fedjax_drift import axes, checks, factors, leaves, spec
 from fedjax_drift.leaves import by_path
 from fedjax_drift.masks import like
 from fedjax_drift.model import GivenModel, Model
@@ -77,7 +78,9 @@ def _with_selected(frozen: Frozen, start: Frozen | None, model: Model, shapes: P
     def full(params: Params) -> Params:
         return _unnamed({**frozen.arrays(), **params}, shapes)
 
-    return _training(model, _initial(model, start, shapes, selected), full, selected)
+    adapted = _training(model, _initial(model, start, shapes, selected), full, selected)
+    inner = model.products  # those of the adapters of which a part is trained
+    return adapted._replace(products=None if inner is None else lambda params: inner(full(params)))
 
 
 @checked
@@ -179,11 +182,17 @@ def _with_adapters(
     def full(params: Params) -> Params:
         weights = {**frozen.arrays(), **{path: params[path] for path in trained}}
         for path in adapted:
-            a, b = params[path]["a"], params[path]["b"]
-            weights[path] = low_rank.added(weights[path], a, scale * b, places[path])
+            adapter, base = params[path], weights[path]
+            if "w" in adapter:  # an algorithm has changed the matrix, which is not trained
+                base = low_rank.plus(base, scale * lax.stop_gradient(adapter["w"]), places[path])
+            weights[path] = low_rank.added(base, adapter["a"], scale * adapter["b"], places[path])
         return _unnamed(weights, shapes)
 
-    return _training(model, init, full, trained)
+    def products(params: Params) -> factors.Matrices:
+        w = factors.split(params)[1]
+        return {path: scale * (w.get(path, 0) + product) for path, product in factors.products(params).items()}
+
+    return _training(model, init, full, trained)._replace(products=products)
 
 
 @checked
@@ -196,9 +205,12 @@ def merge(
     """
     if model.merged is None:
         checks.refuse("model must come from fd.models.trainable or fd.models.lora", "one trained whole")
-    shapes = _shapes(model)
+    named, shapes = by_path(params), _shapes(model)
+    for path, adapter in factors.adapters(shapes).items():
+        if f"{path}/w" in named:  # an algorithm has changed this matrix
+            shapes[path] = {**adapter, "w": jax.eval_shape(jnp.matmul, adapter["a"], adapter["b"])}
     _check_layout("params", params, shapes, "pass state.params of a simulation of this model")
-    return model.merged(jax.tree.map(jnp.asarray, _unnamed(by_path(params), shapes)))
+    return model.merged(jax.tree.map(jnp.asarray, _unnamed(named, shapes)))
 
 
 def _is_matrix(path: str, leaf: jax.ShapeDtypeStruct) -> bool:

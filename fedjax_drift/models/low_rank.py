@@ -39,7 +39,12 @@ def added(w: jax.Array, a: jax.Array, b: jax.Array, places: tuple[int, int]) -> 
         return LowRank(w, a, b)
     if places == last[::-1]:
         return LowRank(w, b.swapaxes(-1, -2), a.swapaxes(-1, -2))
-    return w + jnp.moveaxis(a @ b, last, places).astype(w.dtype)
+    return plus(w, a @ b, places)
+
+
+def plus(w: jax.Array, matrix: jax.Array, places: tuple[int, int]) -> jax.Array:
+    """W plus a matrix [..., in, out], if the axes ``places`` of w are those of the inputs and of the outputs."""
+    return w + jnp.moveaxis(matrix, (w.ndim - 2, w.ndim - 1), places).astype(w.dtype)
 
 
 def is_low_rank(value: Any) -> bool:

@@ -89,7 +89,8 @@ def observed_round(
     info = with_metrics(engine, info, of_present(info["cohort"], metrics))
     info = with_metrics(engine, info, {f"test_{name}": value for name, value in scores.items()})
     info = with_metrics(engine, info, updated.reported)
-    measures = observer.after(assigned._replace(shared=shared), state.clients, trained.sums, trained.measured)
+    seen_by = assigned._replace(shared=shared)
+    measures = observer.after(seen_by, state.clients, trained.sums, trained.measured, server.params)
     check_names(engine, info, other_models(algorithm, state.server))
     for source, finish in functions_of(engine.sources, "after"):
         seen = Outcome(assigned.cohort, outcome["answered"], metrics.get("loss"), assigned.drawn, new)

@@ -15,7 +15,7 @@ from fedjax_drift.types import Record
 SUMMARISED = ("cohort", "size", "weight", "finite", "loss", "lr", "steps", "executed_steps", "client_steps",
               "bad_leaf", "selected", "uplink_bytes", "downlink_bytes")  # fmt: skip
 """Entries of ``info`` that `record` summarises or leaves out. All other entries go into the record."""
-NOT_OF_CLIENTS = ("label_mix", "sharpness")  # arrays in ``info`` that have no axis of clients
+NOT_OF_CLIENTS = ("label_mix", "matrix_drift", "sharpness")  # arrays in ``info`` that have no axis of clients
 SHOWN = ("round", "clients", "train_loss", "loss", "accuracy")  # entries of records that notebooks show
 
 

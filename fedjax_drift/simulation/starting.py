@@ -43,7 +43,7 @@ def start(
     setup, key = executor.setup, validate.check_key(key)
     validate.check_x64(setup.x64)
     if params is not None:
-        tree.check_layout(params, setup.state.params, "params must be shaped like model.init's")
+        validate.check_params(params, setup.state.params)
     key, params = moved((key, params), setup.everywhere)
     state = executor.launch("init", key, params, setup.arrays.sizes)
     if not setup.states_on_host:

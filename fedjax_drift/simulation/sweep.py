@@ -136,7 +136,7 @@ def sweep(
     _check_memory(planned)
     if params is not None:
         for sim in simulations:
-            tree.check_layout(params, sim.setup.state.params, "params must be shaped like model.init's")
+            validate.check_params(params, sim.setup.state.params)
     states = None if start is None else _check_start(start, planned, params)
     each_checkpoints: list[Checkpoints] = []
     specifications = [plan.specification() for plan in planned] if checkpoints is not None else []

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedjax_drift import checks
+from fedjax_drift import checks, factors
 from fedjax_drift.batch_norm import Statistics
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
 from fedjax_drift.local import LocalTraining
@@ -70,6 +70,9 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
         if getattr(needs, name) and not getattr(model, name):
             needed = "whose logits are cosines" if name == "cosine" else f"with {name}"
             checks.refuse(f"{algorithm.name} needs a model {needed}", "one without", fix)
+    if needs.adapters and not has_adapters(model):
+        fix = "pass fd.models.lora(model, rank=8)"
+        checks.refuse(f"{algorithm.name} needs a model that trains low-rank adapters, A and B", "one without", fix)
     if needs.classifier and model.loss is not cross_entropy:
         what = f"{algorithm.name} needs a classifier with the default loss (softmax cross-entropy)"
         checks.refuse(what, "a model with another loss", "leave Model(loss=...) out")
@@ -82,6 +85,18 @@ def check_requirements(algorithm: Algorithm, model: Model, local: LocalTraining,
     if algorithm.observe is not None and not has_test:
         fix = "pass test=(x, y)"
         checks.refuse(f"{algorithm.name} evaluates the model in every round and needs a test set", "none", fix)
+
+
+def check_params(params: Params, known: Params) -> None:
+    """Checks the first parameters of a run. known: those of a state, whose adapters may have arrays w."""
+    expected = known if factors.split(params)[1] else factors.split(known)[0]
+    check_layout(params, expected, "params must be shaped like model.init's")
+
+
+def has_adapters(model: Model) -> bool:
+    """Whether the parameters have low-rank adapters with both factors."""
+    key = jax.random.key(0, impl=THREEFRY)
+    return model.products is not None and bool(factors.adapters(jax.eval_shape(model.init, key)))
 
 
 def check_statistics(kept: str, algorithm: Algorithm, aggregation: Aggregation) -> None:
