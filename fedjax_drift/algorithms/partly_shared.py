@@ -78,6 +78,9 @@ def partly_shared(
         checks.refuse('new_clients must be "initial" with schedule="frozen"', '"mean"', "it trains no personal leaves")
     if base.personal is not None:
         checks.refuse("base must be an algorithm without personal models", base.name)
+    if Needs.of(base.requires).adapters:  # it trains a part itself, or changes frozen matrices
+        what = f"{base.name} must not be inside another algorithm that trains a part of the model"
+        checks.refuse(what, "one inside partly_shared", f"call {base.name} without it")
     keeps = schedule != "frozen"
 
     def leaves_of(params: Params) -> list[jax.Array]:
