@@ -13,6 +13,7 @@
 from typing import TYPE_CHECKING, Any
 
 from fedjax_drift import (
+    adversaries,
     algorithms,
     clock,
     compression,
@@ -23,6 +24,7 @@ from fedjax_drift import (
     models,
     participation,
     plots,
+    robust,
     shift,
     statistics,
     testing,
@@ -74,10 +76,10 @@ else:
 __all__ = [
     "Algorithm", "Batch", "Checkpoints", "ClientResult", "Devices", "Failures", "FederatedData", "LocalTraining",
     "Model", "Needs", "Placement", "Plan", "ParsedRun", "Round", "Row", "Run", "ServerState", "Simulation", "Work",
-    "aggregation", "algorithm", "algorithms", "augment", "clients_mesh", "clock", "compression", "data", "datasets",
-    "described_mesh", "distributed", "drift", "drift_regimes", "errors", "grid", "load_run", "logs", "measures",
-    "models", "parse_run", "participation", "partition", "personal", "plan", "plots", "ranking", "rounds_to_target",
-    "shift", "sources", "statistics", "stop_on_interrupt", "sweep", "table", "testing", "topology", "tuning",
-    "until", "use_compilation_cache", "use_cpu_devices",
+    "adversaries", "aggregation", "algorithm", "algorithms", "augment", "clients_mesh", "clock", "compression", "data",
+    "datasets", "described_mesh", "distributed", "drift", "drift_regimes", "errors", "grid", "load_run", "logs",
+    "measures", "models", "parse_run", "participation", "partition", "personal", "plan", "plots", "ranking", "robust",
+    "rounds_to_target", "shift", "sources", "statistics", "stop_on_interrupt", "sweep", "table", "testing",
+    "topology", "tuning", "until", "use_compilation_cache", "use_cpu_devices",
 ]  # fmt: skip
 __dir__ = __all__.copy

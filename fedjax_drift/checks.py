@@ -237,7 +237,7 @@ def shapes_of(what: str, function: Callable, *arguments: Any, fix: str = "") -> 
 def fields(value: Any, fix: str = "") -> None:
     """Checks the functions, the flags and the texts among the fields of a NamedTuple, such as those of a `Model`.
 
-    The annotation of a field says how many arguments its function takes, and whether the field may be None.
+    The annotation of a field says how many arguments its function takes, and of which other types the field may be.
     """
     kind = type(value)
     for name, annotation in get_type_hints(kind).items():
@@ -247,7 +247,7 @@ def fields(value: Any, fix: str = "") -> None:
             flag(f"{kind.__name__}.{name}", field)
         elif annotation is str:
             text(f"{kind.__name__}.{name}", field)
-        elif expected is not None and not (field is None and type(None) in members):
+        elif expected is not None and not isinstance(field, tuple(one for one in members if isinstance(one, type))):
             arguments = get_args(expected)[0]
             function(f"{kind.__name__}.{name}", field, fix, None if arguments is ... else len(arguments))
 

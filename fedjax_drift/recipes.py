@@ -224,11 +224,11 @@ def recipe_of(value: Any) -> Recipe | None:
 
 def parts_of(value: Any) -> dict[str, Any] | None:
     """The parts of a value, by name: the arguments of its recipe and the fields that were replaced since, or the fields
-    of a NamedTuple or of a frozen dataclass such as `LocalTraining`, or the elements of a tuple of values with recipes.
-    None for everything else."""
+    of a NamedTuple or of a frozen dataclass such as `LocalTraining`, or the elements of a tuple or a list of values
+    with recipes. None for everything else."""
     if recipe := recipe_of(value):
         return {**recipe.arguments, **{f"_replace.{name}": part for name, part in recipe.replaced(value).items()}}
-    if type(value) is tuple and any(map(recipe_of, value)):
+    if type(value) in (tuple, list) and any(map(recipe_of, value)):
         return {str(i): part for i, part in enumerate(value)}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return value._asdict()  # type: ignore[attr-defined]
@@ -261,8 +261,8 @@ def _rebuilt(
     if recipe:
         made = recipe.again({name: new[name] for name in recipe.arguments})
         return made._replace(**{name: new[f"_replace.{name}"] for name in recipe.replaced(value)})
-    if type(value) is tuple:
-        return tuple(new.values())
+    if type(value) in (tuple, list):
+        return type(value)(new.values())
     if isinstance(value, tuple):
         return value._replace(**new)  # type: ignore[attr-defined]
     return dataclasses.replace(value, **new)

@@ -185,9 +185,9 @@ class Algorithm(NamedTuple):
     A factory such as `fd.algorithms.fedprox` creates the tuple. Its functions capture the hyper-parameters. With the
     decorator `fd.algorithm`, the numbers among the factory's arguments are arguments of the compiled round.
 
-    The server only gets the weighted mean of the messages, never the message of one client. Secure aggregation has
-    the same restriction. The memory for messages does not grow with the cohort: a device keeps the messages of the L
-    clients that train side by side, and one running sum.
+    The server only gets the weighted mean of the messages, or a robust one, never the message of one client. Secure
+    aggregation has the same restriction. The memory for messages does not grow with the cohort (but for a robust mean):
+    a device keeps the messages of the L clients that train side by side, and one running sum.
 
     New variables must have the structure and the shapes of the old ones. They are cast to the same dtypes.
 

@@ -39,8 +39,8 @@ FLOORS = [
     }
     | {"adapters", "axes", "batch_norm", "masks", "version", "disk", "reprs", "schedules", "convolution", "pytorch"},
     {"data", "models", "shift"},
-    {"local", "devices", "clock", "participation", "topology"},
-    {"round", "algorithms", "compression"},
+    {"local", "devices", "clock", "participation", "robust", "topology"},
+    {"round", "adversaries", "algorithms", "compression"},
     {"measures", "storage"},
     {"simulation"},
     {"plots", "logs", "track", "records", "run_folder", "paper_table", "statistics", "testing", "tuning"},

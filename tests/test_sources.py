@@ -183,7 +183,7 @@ def adaptive(norm: float) -> fd.aggregation.Aggregation:
     return fd.aggregation.private(norm, 0.1, target_quantile=0.5)
 
 
-P, G, T, C = fd.participation, fd.aggregation, fd.topology, fd.compression
+P, G, T, C, L = fd.participation, fd.aggregation, fd.topology, fd.compression, fd.adversaries
 MODEL, STEPS = fd.models.linear((5,), 3), fd.LocalTraining(steps=7, batch_size=4)
 # Of each value: the options of a simulation for a number, the number, and another one. The argument of the function has
 # the name that the number has in a checkpoint.
@@ -213,6 +213,14 @@ VALUES: dict[str, list[tuple[Callable[[Any], dict[str, Any]], Any, Any]]] = {
         (lambda noise_multiplier: {"aggregation": G.private_ftrl(0.5, noise_multiplier, 4)}, 0.1, 0.2),
         # in no pair, because it has a participation rule of its own
         (lambda clip_norm: {"aggregation": adaptive(clip_norm), "participation": P.bernoulli()}, 0.5, 0.4),
+    ],
+    "robust": [
+        (lambda tau: {"aggregation": G.robust(fd.robust.centered_clipping(tau))}, 0.5, 0.4),
+        (lambda nu: {"aggregation": G.robust(fd.robust.geometric_median(nu), [fd.robust.arc(1)])}, 0.1, 0.2),
+    ],
+    "adversaries": [
+        (lambda tau: {"sources": [L.share(0.4, L.ipm(tau))]}, 1.5, 2.0),
+        (lambda share: {"sources": [L.share(share, L.alie())]}, 0.2, 0.4),
     ],
     "codec": [
         (lambda fraction: {"codec": C.top_k(fraction)}, 0.5, 0.4),
@@ -316,6 +324,10 @@ EXCLUDED = {
     ("aggregation", "topology", 1),
     ("topology", "own", 0),  # a state of one server
     ("topology", "own", 1),
+    ("robust", "topology", 0),
+    ("robust", "topology", 1),
+    ("adversaries", "topology", 0),
+    ("adversaries", "topology", 1),
 }
 
 

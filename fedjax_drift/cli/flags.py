@@ -11,15 +11,16 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NoReturn
 
 import numpy as np
 import optax
 import optax.contrib
 
-from fedjax_drift import checks, clock, compression, participation, shift, topology
+from fedjax_drift import adversaries, checks, clock, compression, participation, robust, shift, topology
 from fedjax_drift.algorithms import ALGORITHMS
-from fedjax_drift.cli.values import COUNT, COUNT_OR_ZERO, LOCAL_PATH, REDEAL, SEED, Choice, reader, readers
+from fedjax_drift.cli.values import COUNT, COUNT_OR_ZERO, LOCAL_PATH, REDEAL, SEED, Choice, Chosen, reader, readers
 from fedjax_drift.data import augment, partition
 from fedjax_drift.data.catalogue import RECORDS
 from fedjax_drift.data.datasets import DATASETS
@@ -31,7 +32,7 @@ from fedjax_drift.round import aggregation
 from fedjax_drift.round.failures import Failures
 from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.simulation import Simulation
-from fedjax_drift.spec import Count, NonNegative, Positive, checked, integer
+from fedjax_drift.spec import Count, Mix, NonNegative, Positive, checked, integer
 
 SWITCH = {"auto": None, "yes": True, "no": False}  # of --standardize
 DEFAULT_MODEL = {name: record.model for name, record in RECORDS.items()}
@@ -117,6 +118,14 @@ TOPOLOGIES = (  # or the mixing matrix of a graph of N clients
     topology.star, groups, topology.torus, topology.erdos_renyi, topology.ring, topology.exponential,
     topology.one_peer, topology.complete,
 )  # fmt: skip
+ROBUST = (
+    robust.median, robust.trimmed_mean, robust.meamed, robust.geometric_median, robust.krum, robust.multi_krum,
+    robust.cge, robust.centered_clipping,
+)  # fmt: skip
+ATTACKS = (
+    adversaries.sign_flip, adversaries.ipm, adversaries.alie, adversaries.mimic, adversaries.gaussian,
+    adversaries.scaled, adversaries.nan, adversaries.label_flip, adversaries.backdoor,
+)  # fmt: skip
 CODECS = (
     compression.top_k, compression.random_k, compression.qsgd, compression.sign, compression.drive, compression.cast,
     compression.none,
@@ -167,6 +176,18 @@ def warmup_cosine(
     return optax.warmup_cosine_decay_schedule(0.0, init_value, warmup, decay_steps, end_value)
 
 
+@dataclass(frozen=True, eq=False)
+class Hostile(Choice):
+    """Reads SHARE:ATTACK, such as 0.2:alie or 0.1:ipm:tau=2."""
+
+    metavar = "SHARE:NAME[:key=value,...]"
+
+    def __call__(self, text: str) -> Chosen:
+        number, _, attack = text.partition(":")
+        share, chosen = reader(Mix)(number), super().__call__(attack)
+        return chosen._replace(text=text, factory=lambda **options: adversaries.share(share, chosen.factory(**options)))
+
+
 def choice(factories: Sequence[Callable[..., Any]], *hidden: str) -> Choice:
     """Reads the name of one of the factories, with options. hidden: parameters that are no options."""
     return Choice({factory.__name__: factory for factory in factories}, hidden)
@@ -182,6 +203,8 @@ SCHEDULE = choice((cosine, step, warmup_cosine), "init_value")
 PARTICIPATION = choice(RULES, "base", "phases")
 SHIFT = choice(SHIFTS, "shift", "shifts", "of")
 CODEC = choice(CODECS)
+RULE, BEFORE = choice(ROBUST), choice((robust.nnm, robust.bucketing, robust.arc))
+ADVERSARIES = Hostile({factory.__name__: factory for factory in ATTACKS}, ("best_of", "pairs"))
 TOPOLOGY = choice(TOPOLOGIES, "N")
 CLOCK = choice((clock.synchronous, clock.asynchronous))
 AUGMENT = choice((augment.crop_and_flip,))
@@ -325,6 +348,12 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
     add(group, "--network", f"who averages with whom, one of {TOPOLOGY}: one server; "
         "groups:number=8,every=5, edge servers that a cloud averages every 5 rounds; or a graph of all clients, with "
         "--cohort the number of clients (default: star)", TOPOLOGY)
+    add(group, "--adversaries", f"a share of the clients lie, with an attack, one of {ADVERSARIES}: for example "
+        "0.2:alie or 0.2:ipm:tau=2. The options are the arguments of fd.adversaries.NAME (default: none)", ADVERSARIES)
+    add(group, "--robust", f"a robust aggregation rule instead of the mean, one of {RULE}, for example "
+        "trimmed_mean:f=2. The options are the arguments of fd.robust.NAME (default: none)", RULE)
+    add(group, "--before", f"with --robust, what is done with the messages first, one of {BEFORE}, for example "
+        "nnm:f=2. Give it several times for several", BEFORE, action="append")
     group = parser.add_argument_group("local training of every client")
     add_parameters(group, LocalTraining)
     add(group, "--lr-schedule", "learning rate of round t, which begins at --lr: one of "
@@ -361,7 +390,7 @@ def add_run(parser: argparse.ArgumentParser) -> Any:
         "No effect on a GPU", COUNT)
     add_parameters(group, Placement, "devices_per_client", "lanes", "stream", "bank")
     add_switch(group, "--bfloat16", "compute the networks in bfloat16; parameters stay float32")
-    parser.set_defaults(participation=[], shift=[])
+    parser.set_defaults(participation=[], shift=[], before=[])
     return group
 # fmt: on
 

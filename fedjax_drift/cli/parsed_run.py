@@ -202,6 +202,7 @@ def assemble(
     options |= {"speed_spread": 0.0} if devices else {}  # it is one of `Devices` then
     options |= {"aggregation": _aggregation(args), "topology": _topology(args, data.num_clients)}
     options["sources"] = [] if args.downlink is None else [compression.downlink(args.downlink.make())]
+    options["sources"] += [] if args.adversaries is None else [args.adversaries.make()]
     simulations = {}
     for name, algorithm in algorithms.items():
         bank = args.bank if args.bank in BANKS else os.path.join(args.bank, file_name(name))
@@ -334,6 +335,12 @@ def _aggregation(args: argparse.Namespace) -> aggregation.Aggregation | None:
     needs(args, "--noise-multiplier", "--clip-updates", "add --clip-updates 1, for example")
     for flag in ("--target-quantile", "--restart-every"):
         needs(args, flag, "--noise-multiplier", "add --noise-multiplier 1, for example")
+    if args.before and args.robust is None:
+        checks.refuse("--before needs --robust", args.before[0].text, "add --robust median, for example")
+    if args.robust is not None:
+        if args.clip_updates is not None:
+            checks.refuse("--clip-updates must be left out with --robust", args.clip_updates, "give one of them")
+        return aggregation.robust(args.robust.make(), [each.make() for each in args.before])
     if args.noise_multiplier is None:
         return None if args.clip_updates is None else aggregation.clipped(args.clip_updates)
     if args.restart_every is not None:

@@ -1,7 +1,7 @@
 """Aggregation rules. A rule combines the messages of a round's clients, and the server only receives the result.
 
-As in secure aggregation, a rule can only use sums over the clients. A rule may have a state, such as a clip that
-adapts. Example with differential privacy:
+As in secure aggregation, a rule can only use sums over the clients, unless it is `robust`. A rule may have a state,
+such as a clip that adapts. Example with differential privacy:
 
     private = fd.aggregation.private(clip_norm=0.5, noise_multiplier=1.0)
     sim = fd.Simulation(model, data, algorithm, cohort_size=100, sampling="bernoulli", aggregation=private)
@@ -11,6 +11,7 @@ adapts. Example with differential privacy:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -24,12 +25,39 @@ from fedjax_drift.participation import Participation, cyclic, schedule
 from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.recipes import Recipe, recorded
 from fedjax_drift.recipes import recorded as rule
+from fedjax_drift.robust import Before, Rule, Stack
+from fedjax_drift.robust.rule import of_finite
 from fedjax_drift.spec import Count, Fix, NonNegative, Positive, Probability, checked
 from fedjax_drift.types import THREEFRY, Metrics, PyTree
 
-__all__ = ["Aggregation", "clipped", "epsilon", "mean", "private", "private_ftrl", "rule"]
+__all__ = ["Aggregation", "clipped", "epsilon", "mean", "private", "private_ftrl", "robust", "rule"]
 COUNT = 2**32 - 1  # fold_in(key, COUNT) is the key for the noise of a count, and fold_in(key, i) that for leaf i
 __dir__ = __all__.copy
+RobustRule = Annotated[Rule, spec.instance(Rule), Fix("pass fd.robust.median(), for example")]
+
+
+def _preparations(name: str, value: Any, fix: str) -> tuple[Before, ...]:
+    if isinstance(value, Before) or not isinstance(value, tuple | list):
+        checks.refuse(f"{name} must be a list such as [fd.robust.nnm(f=2)]", checks.shown(value), fix)
+    return tuple(checks.instance(f"{name}[{i}]", each, Before, fix) for i, each in enumerate(value))
+
+
+def _names(name: str, value: Any, fix: str) -> tuple[str | int, ...]:
+    if isinstance(value, str) or not isinstance(value, tuple | list) or not value:
+        checks.refuse(f"{name} must be a list of names or indices, such as [0]", checks.shown(value), fix)
+    return tuple(value)
+
+
+Preparations = Annotated[Any, spec.Spec(_preparations, "list"), Fix("pass before=[fd.robust.nnm(f=2)]")]
+Parts = Annotated[Any, spec.Spec(_names, "list"), Fix("None means all parts")]
+
+
+class Joint(NamedTuple):
+    """What a robust rule makes of all messages of a round at once."""
+
+    init: Callable[[PyTree], PyTree]  # ``init(message) -> state``, before round 0. message: zeros
+    combine: Callable[[PyTree, Stack, jax.Array], tuple[PyTree, jax.Array, PyTree]]
+    """``combine(state, stack, key) -> (message, enough, state)``. enough: bool [], whether it has an aggregate."""
 
 
 class Aggregation(NamedTuple):
@@ -56,6 +84,7 @@ class Aggregation(NamedTuple):
         client reports, `Round.participation` is always the expected value K / N, and a Bernoulli cohort may be empty.
       restart_every: For a private rule whose noise is that of trees over the rounds, the number of rounds of a tree.
         None: the noise of each round is independent, and the accounting assumes Poisson sampling.
+      joint: of a robust rule.
       name: the name in logs and messages.
       recipe: how it was made.
     """
@@ -68,6 +97,7 @@ class Aggregation(NamedTuple):
     name: str = "aggregation"
     noise_multiplier: float | None = None
     restart_every: int | None = None
+    joint: Joint | None = None
     recipe: Recipe | None = None
 
     def __repr__(self) -> str:
@@ -108,6 +138,70 @@ def clipped(norm: Positive) -> Aggregation:
     return mean()._replace(
         contribute=lambda state, message, weight: (tree.clip(message, norm), weight), name=f"clipped(norm={norm})"
     )
+
+
+@recorded
+def robust(rule: RobustRule, before: Preparations = (), parts: Parts | None = None) -> Aggregation:
+    """A robust rule for clients of which some may be hostile. Rules are in `fedjax_drift.robust`.
+
+        fd.aggregation.robust(fd.robust.trimmed_mean(f=2), before=[fd.robust.nnm(f=2)])
+
+    It needs the messages of all clients of a round at once, so the memory is that of K messages on every device. A
+    message is one vector of all its leaves. In SCAFFOLD, for example, this is the model update together with the change
+    of the control variate. All clients have weight 1, as the definitions of the rules assume.
+
+    n is the number of clients that report. A message with values that are not finite counts as not reported. If a rule
+    needs fewer adversaries than n / 2, and n is at most 2 f, the server is not updated in this round.
+
+    Args:
+      rule: such as ``fd.robust.median()``.
+      before: what is done with the messages first, in this order.
+      parts: the names, or the indices, of the parts of a message that norms and distances are of. Default: all.
+
+    Raises:
+      ValueError: f is half of ``cohort_size`` or more, when a simulation is created.
+    """
+
+    def check(K: int) -> None:
+        n = K
+        for step in (*before, rule):
+            if 2 * step.f >= n:
+                left = f"{n} messages" if n == K else f"the {n} messages that {before[0].name} and others leave"
+                checks.refuse(f"f of {step.name} must be less than half of {left}", step.f, "pass a smaller f")
+            n = n if step is rule else step.count(n)  # type: ignore[union-attr]
+
+    def combine(state: PyTree, stack: Stack, key: jax.Array) -> tuple[PyTree, jax.Array, PyTree]:
+        stack = of_finite(stack._replace(parts=partial(_parts, parts)))
+        enough = stack.n > 0
+        for i, step in enumerate(before):
+            enough &= stack.n > 2 * step.f
+            stack = step.change(stack, jax.random.fold_in(key, i))
+        enough &= stack.n > 2 * rule.f
+        message, state = rule.combine(state, stack, jax.random.fold_in(key, len(before)))
+        return message, enough, state
+
+    name = ", ".join([repr(rule), *map(repr, before)])
+    return mean()._replace(
+        contribute=lambda state, message, weight: (message, jnp.ones_like(weight)),
+        joint=Joint(rule.init, combine),
+        check=check,
+        name=f"robust({name})",
+    )
+
+
+def _parts(names: tuple[str | int, ...] | None, message: PyTree) -> PyTree:
+    """The parts of a message with these names or indices. None: all."""
+    if names is None:
+        return message
+    have = getattr(message, "_fields", None) or (list(message) if isinstance(message, dict) else None)
+    try:
+        return [
+            getattr(message, name) if isinstance(name, str) and not isinstance(message, dict) else message[name]
+            for name in names
+        ]
+    except (AttributeError, KeyError, IndexError, TypeError):
+        known = f"the parts {', '.join(map(str, have))}" if have else f"a {type(message).__name__}"
+        checks.refuse("parts must be names or indices of parts of a message", list(names), f"this message has {known}")
 
 
 class Clip(NamedTuple):

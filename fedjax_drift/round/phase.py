@@ -6,6 +6,8 @@ send a first message and keep their states.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import chex
@@ -16,9 +18,9 @@ from fedjax_drift import tree
 from fedjax_drift.message import coded_bits, summed
 from fedjax_drift.round.arrays import Arrays, Client
 from fedjax_drift.round.cohort import Assignment
-from fedjax_drift.round.engine import Engine, Shared, client_moment, moment
+from fedjax_drift.round.engine import Engine, Shared, client_moment, moment, replicated
 from fedjax_drift.round.observer import Task
-from fedjax_drift.round.sources import Received, Source, functions_of
+from fedjax_drift.round.sources import Messages, Received, Source, functions_of
 from fedjax_drift.round.train import check_finite, client_work, over_clients, start_of, started, update
 from fedjax_drift.types import ClientResult, PyTree, ServerState, Work
 
@@ -50,6 +52,7 @@ def phase(
     """Runs a phase. task: what each client does, as `Observer.train`. survey: whether it is the first of two."""
     sources, shared = engine.sources, assigned.shared
     *inner, rule = [source for source in sources if source.send is not None]
+    joint = functions_of(sources, "together")
 
     def one(shared: Shared, client: Client, old: PyTree, longest: jax.Array) -> tuple[PyTree, PyTree, PyTree]:
         """One client. Returns values to be summed over the clients, values of this client, and its new state."""
@@ -62,13 +65,18 @@ def phase(
         for source in inner:
             message, weight = sent(source, shared, client, start, message, weight)
         dtypes = jax.tree.map(lambda m: jnp.zeros(0, m.dtype), message)  # empty: only the dtypes are needed
-        message, weight = sent(rule, shared, client, start, message, weight)
+        contribution, weight = sent(rule, shared, client, start, message, weight)
         weight = jnp.where(answered, weight, 0)
-        factor = weight if client.discount is None else client.discount.astype(weight.dtype) * weight
-        message = jax.tree.map(lambda m: jnp.where(answered, factor * m, 0), message)
         of_client = {"weight": weight, "answered": answered, "bad_leaf": bad_leaf, "bits": coded_bits(result.message)}
-        added = (message, weight, answered.astype(weight.dtype)), terms
-        return added, (of_client, dtypes, {**result.metrics}, measured), result.state
+        if joint:  # the contribution is computed again of what the sources make of all messages
+            factor, contribution = jnp.ones_like(weight), message
+        else:
+            factor = weight
+        factor = factor if client.discount is None else client.discount.astype(weight.dtype) * factor
+        contribution = jax.tree.map(lambda m: jnp.where(answered, factor * m, 0), contribution)
+        added = (() if joint else contribution, weight, answered.astype(weight.dtype)), terms
+        each = contribution if joint else ()
+        return added, (of_client, dtypes, {**result.metrics}, measured, each), result.state
 
     def sent(
         source: Source, shared: Shared, client: Client, start: Shared, message: PyTree, weight: jax.Array
@@ -82,16 +90,35 @@ def phase(
             tree.check_layout(result[0], message, what, dtypes=False)
         return result
 
+    def added_up(each: PyTree, weights: jax.Array) -> tuple[PyTree, jax.Array, dict[str, PyTree]]:
+        """The sums of the messages [D, G, L, ...] and of the weights, after the sources have seen all of them; and
+        the new states of these sources."""
+        flat = jax.tree.map(lambda a: a.reshape(-1, *a.shape[3:]), (each, weights, assigned.placed))
+        messages, states = Messages(*replicated(engine, flat)), {}
+        for source, see in joint:
+            at = moment(engine, state, arrays, source, shared.key, survey)
+            messages, states[source.name] = see(source.state_of(state), messages, at)
+
+        def one(message: PyTree, weight: jax.Array, client: Client) -> PyTree:
+            message, _ = sent(rule, shared, client, shared, message, weight)
+            return jax.tree.map(lambda m: jnp.where(weight > 0, weight * m, 0), message)
+
+        total = jax.tree.map(lambda a: a.sum(0), jax.vmap(one)(*messages))
+        return total, messages.weight.sum(), states
+
     receivers = engine.receivers
     ((total, weight, count), sums), of_clients, clients = over_clients(
         engine, one, shared, assigned.placed, state.clients, receivers
     )
-    outcome, dtypes, metrics, measured = of_clients
+    outcome, dtypes, metrics, measured, each = of_clients
+    seen: dict[str, PyTree] = {}
+    if joint:
+        total, weight, seen = added_up(each, outcome["weight"])
     chex.assert_rank([weight, count], 0 if receivers is None else 1)
     chex.assert_shape([*outcome.values()], assigned.placed.id.shape)  # [D, G, L]
     if receivers is None:
         received = Received(total, weight, count / engine.num_clients)
-        received, states = combined(engine, state, arrays, received, shared.key, survey)
+        received, states = combined(engine, state, arrays, received, shared.key, survey, seen)
     else:  # no source that combines has a state
 
         def of_receiver(received: Received, r: jax.Array) -> Received:
@@ -104,15 +131,27 @@ def phase(
 
 
 def combined(
-    engine: Engine, state: ServerState, arrays: Arrays, received: Received, key: jax.Array, survey: bool
+    engine: Engine,
+    state: ServerState,
+    arrays: Arrays,
+    received: Received,
+    key: jax.Array,
+    survey: bool,
+    seen: Mapping[str, PyTree] = MappingProxyType({}),
 ) -> tuple[Received, dict[str, PyTree]]:
-    """What a server makes of the sum of the messages, and the new states of the sources. key: see `engine.moment`."""
+    """What a server makes of the sum of the messages, and the new states of the sources.
+
+    key: see `engine.moment`. seen: the states of the sources after `Source.together`.
+    """
     *inner, (rule, average) = functions_of(engine.sources, "combine")
     states = {}
     for source, combine in [*reversed(inner), (rule, average)]:
         if survey and source is rule:  # the mean of an empty cohort is 0
             received = received._replace(weight=jnp.where(received.weight > 0, received.weight, 1))
         at, old = moment(engine, state, arrays, source, key, survey), source.state_of(state)
-        received, new = combine(old, received, at)
+        received, new = combine(seen.get(source.name, old), received, at)
         states[source.name] = source.kept(new, old)
+    of_engine = {source.name: source for source in engine.sources}
+    for name in seen.keys() - states.keys():
+        states[name] = of_engine[name].kept(seen[name], of_engine[name].state_of(state))
     return received, states

@@ -7,6 +7,7 @@ The sources of a simulation are values with the same functions. A round calls th
     example   the examples of one client: shift, your own
     weigh     the weight of one client: participation, your own
     send      the message of one client: clock, your own, aggregation
+    together  the messages of all clients at once: adversaries, your own, robust aggregation
     combine   the sum over the clients: your own in reverse order, topology, participation, aggregation
     after     the next state of the source, and its values in ``info``: all, in their order
 
@@ -29,7 +30,7 @@ from fedjax_drift.round.arrays import Arrays, Client, Rows
 from fedjax_drift.shift.rule import TRAINING, Owner, Shift, Shifting, shift_of
 from fedjax_drift.types import Metrics, PyTree, ServerState
 
-__all__ = ["Cohort", "Moment", "Outcome", "Received", "Source", "Start", "rule"]
+__all__ = ["Cohort", "Messages", "Moment", "Outcome", "Received", "Source", "Start", "rule"]
 NOWHERE = 2**31 - 1  # the place of an absent client, beyond the states of all clients
 __dir__ = __all__.copy
 
@@ -108,6 +109,14 @@ class Received(NamedTuple):
     clients: Any = None  # for `server_update`: the number of clients of this server
 
 
+class Messages(NamedTuple):
+    """The messages of a round, for `Source.together`."""
+
+    each: PyTree  # leaves [M, ...]
+    weight: jax.Array  # float [M], 0 for a client that does not report
+    clients: Client  # [M], absent if a client does not report
+
+
 class Outcome(NamedTuple):
     """The clients of a round, after they have trained."""
 
@@ -150,6 +159,9 @@ class Source(NamedTuple):
       weigh: ``weigh(weight, client) -> weight``, float [], the weight of ONE client.
       send: ``send(state, message, weight, client, moment) -> (message, weight)``, what ONE client adds to the sum,
         which is that of weight * message. The message keeps its structure and its shapes.
+      together: ``together(state, messages, moment) -> (messages, state)`` sees the `Messages` of all clients at once,
+        after `send` of the sources but the aggregation rule. Without it, a device keeps one running sum; with it, all
+        messages of a round, on every device. It needs one server.
       combine: ``combine(state, received, moment) -> (received, state)``, what the server has received, a `Received`,
         before the aggregation rule divides by the sum of the weights. The state does not change if the server is not
         updated.
@@ -172,6 +184,7 @@ class Source(NamedTuple):
     example: Shift | Callable[..., tuple[jax.Array, jax.Array]] | None = None
     weigh: Callable[[jax.Array, Client], jax.Array] | None = None
     send: Callable[[PyTree, PyTree, jax.Array, Client, Moment], tuple[PyTree, jax.Array]] | None = None
+    together: Callable[[PyTree, Messages, Moment], tuple[Messages, PyTree]] | None = None
     combine: Callable[[PyTree, Received, Moment], tuple[Received, PyTree]] | None = None
     after: Callable[[PyTree, Outcome, Moment], tuple[PyTree, Metrics]] | None = None
     down: Callable[[PyTree], jax.Array] | None = None

@@ -67,9 +67,14 @@ def settings(setup: Setup) -> dict[str, Any]:
 
 
 def _arguments(value: Any, prefix: str = "") -> dict[str, Any]:
-    """The numbers and the texts among the arguments of the value's recipe. {} if it has none."""
-    arguments = reprs.plain(value.recipe.arguments) if value.recipe else {}
-    return {f"{prefix}{name}": argument for name, argument in arguments.items()}
+    """The numbers and the texts among the arguments of the value's recipe, and of the recipes of these arguments."""
+    if not value.recipe:
+        return {}
+    settings = {f"{prefix}{name}": argument for name, argument in reprs.plain(value.recipe.arguments).items()}
+    for name, part in value.recipe.arguments.items():
+        if getattr(part, "recipe", None) is not None and hasattr(part, "name"):  # such as the attack of adversaries
+            settings |= {f"{prefix}{name}": part.name, **_arguments(part, f"{prefix}{name}_")}
+    return settings
 
 
 def _counted(number: int, word: str) -> str:

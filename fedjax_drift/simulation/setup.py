@@ -282,6 +282,7 @@ def assemble(given: Options) -> Setup:
         what = f'mixes must be "updates" for {algorithm.name}, whose message isn\'t the update of a model alone'
         checks.refuse(what, '"models"')
     check_memory(engine, shapes.params)
+    validate.check_stack(engine, shapes.params)
     one_state = engine if client_store in ON_DEVICES else engine._replace(state_rows=1)
     return Setup(
         data=data,

@@ -15,15 +15,19 @@ import numpy as np
 from fedjax_drift import checks, factors
 from fedjax_drift.batch_norm import Statistics
 from fedjax_drift.data.federated import FederatedData, integers_as_int32
+from fedjax_drift.devices.memory import memory_of
 from fedjax_drift.local import LocalTraining
 from fedjax_drift.masks import takes_mask
 from fedjax_drift.model import FUNCTIONS, Model, cross_entropy
 from fedjax_drift.participation import Participation
 from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.round.aggregation import Aggregation
+from fedjax_drift.round.engine import Engine
+from fedjax_drift.round.sources import functions_of
+from fedjax_drift.round.traffic import summed_message
 from fedjax_drift.shift.rule import Owner, Shift
 from fedjax_drift.simulation.ascent import check_optimizer
-from fedjax_drift.tree import check_layout, layout
+from fedjax_drift.tree import check_layout, layout, nbytes
 from fedjax_drift.types import THREEFRY, Algorithm, Params, ServerState
 
 
@@ -147,6 +151,16 @@ def check_aggregation(
     if aggregation.noise_multiplier is not None and algorithm.requires.weights:
         what = f"{algorithm.name} needs an aggregation that keeps the weights of the clients"
         checks.refuse(what, f"{aggregation.name}, which weights all by 1", 'pass weighting="uniform"')
+    joint = aggregation.joint
+    if joint is not None and algorithm.requires.weights:
+        what = f"{algorithm.name} needs an aggregation that keeps the weights of the clients"
+        checks.refuse(what, f"{aggregation.name}, which weights all by 1", 'pass weighting="uniform"')
+    if joint is not None and participation.expected:
+        what = f"{participation.name} divides by the expected weight of the clients that it selects"
+        checks.refuse(what, f"{aggregation.name}, which weights all by 1", "use another participation rule")
+    if joint is not None and algorithm.survey is not None and jax.tree.leaves(joint.init({"w": jnp.zeros(1)})):
+        what = f"{aggregation.name} keeps a state for the one message of a client"
+        checks.refuse(what, f"{algorithm.name}, whose clients send two", "use another rule")
     if participation.expected and (over_selected or aggregation.noise_multiplier is not None):
         given, reason = aggregation.name, "weighs all clients by 1"
         if over_selected:
@@ -189,6 +203,26 @@ def check_rule(aggregation: Aggregation, message: Callable[[], Any], K: int) -> 
     if found != needed:
         got = f"{checks.listed(found)} instead of {checks.listed(needed)}"
         checks.refuse(f"{what}, where mean has the structure of a message", got)
+
+
+def check_stack(engine: Engine, params: Params) -> None:
+    """Checks that the messages of a round fit into the memory of a device, if a source sees all of them at once."""
+    seeing = functions_of(engine.sources, "together")
+    if not seeing:
+        return
+    source, K = seeing[0][0], engine.most_clients
+    if engine.receivers is not None:
+        topology = next(each for each in engine.sources if each.receivers is not None)
+        what = f"a topology with one server, fd.topology.star(), is needed by {source.described}"
+        checks.refuse(what, topology.title, "leave topology= out")
+    of_one, room = nbytes(summed_message(engine, params)), memory_of(engine.mesh)
+    if 2 * K * of_one > room:  # what sees them makes another copy
+        what = (
+            f"{source.described} needs all messages of a round at once, twice {of_one / 2**20:.1f} MiB for each client"
+        )
+        most = int(room // (2 * of_one))
+        fix = f"pass cohort_size={most}, for example" if most else "use a smaller model"
+        checks.refuse(f"{what}, so a device with {room / 2**30:.1f} GiB has room for at most {most} clients", K, fix)
 
 
 def check_key(key: Any) -> jax.Array:
