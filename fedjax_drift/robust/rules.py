@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from fedjax_drift.recipes import recorded
-from fedjax_drift.robust.rule import Rule, Stack, along, among_lowest
+from fedjax_drift.robust.rule import Rule, Stack, among_lowest
 from fedjax_drift.spec import Count, CountOrZero, Flag, Positive
 from fedjax_drift.tree import PyTree
+
+COLUMNS = 512  # how many coordinates are sorted at once
 
 
 @recorded
 def median() -> Rule:
     """The median of each coordinate (Yin, Chen, Ramchandran, Bartlett 2018, arXiv 1803.01498, definition 1)."""
-    return _of_coordinates("median", 0, lambda a, stack: _median(a, stack))
+    return _of_coordinates("median", 0, _median)
 
 
 @recorded
@@ -26,7 +30,7 @@ def trimmed_mean(f: CountOrZero) -> Rule:
     Args:
       f: the number of adversaries, >= 0 and less than half of the clients of a round.
     """
-    return _of_coordinates("trimmed_mean", f, lambda a, stack: _between(_sorted(a, stack), f, stack.n - f))
+    return _of_coordinates("trimmed_mean", f, lambda rows, n: _between(rows, f, n - f))
 
 
 @recorded
@@ -38,9 +42,12 @@ def meamed(f: CountOrZero) -> Rule:
       f: as in `trimmed_mean`.
     """
 
-    def nearest(a: jax.Array, stack: Stack) -> jax.Array:
-        distance = jnp.where(along(stack.present, a), jnp.abs(a - _median(a, stack)[None]), jnp.inf)
-        return _between(jnp.take_along_axis(a, jnp.argsort(distance, 0, stable=True), 0), 0, stack.n - f)
+    def nearest(rows: jax.Array, n: jax.Array) -> jax.Array:
+        # They are a window of the sorted values. It moves up while its lowest value is farther than the next one above.
+        m, row, median = n - f, jnp.arange(len(rows))[:, None], _median(rows, n)[None]
+        farther = median - rows > jnp.roll(rows, -m, 0) - median
+        begin = (farther & (row + m < n)).sum(0)
+        return _between(rows, begin, begin + m)
 
     return _of_coordinates("meamed", f, nearest)
 
@@ -61,7 +68,7 @@ def geometric_median(nu: Positive = 0.1, steps: Count = 3) -> Rule:
             beta = 1 / jnp.maximum(nu, jnp.sqrt(stack.squared_distances_from(z)))  # 0 where nothing is present
             return stack.mixed(beta / jnp.maximum(beta.sum(), jnp.finfo(beta.dtype).tiny))
 
-        return jax.lax.fori_loop(0, steps, step, stack.mean_of(stack.present)), state
+        return lax.fori_loop(0, steps, step, stack.mean_of(stack.present)), state
 
     return Rule(combine, name="geometric_median")
 
@@ -126,19 +133,55 @@ def centered_clipping(tau: Positive, steps: Count = 1) -> Rule:
             return jax.tree.map(lambda v, m: (1 - shares.sum().astype(v.dtype)) * v + m, v, moved)
 
         v = jax.tree.map(lambda v, a: v.astype(a.dtype), v, stack.each)
-        v = jax.lax.fori_loop(0, steps, step, v)
+        v = lax.fori_loop(0, steps, step, v)
         return v, v
 
     return Rule(combine, init=lambda message: message, name="centered_clipping")
 
 
-def _of_coordinates(name: str, f: int, of_leaf: Callable[[jax.Array, Stack], jax.Array]) -> Rule:
-    """A rule for each coordinate. of_leaf: ``of_leaf(a, stack)`` with a [M, ...] returns [...]."""
+def _of_coordinates(name: str, f: int, of_columns: Callable[[jax.Array, jax.Array], jax.Array]) -> Rule:
+    """A rule for each coordinate. of_columns: ``of_columns(rows, n)`` with the n values of each of c coordinates in
+    ascending order, [M, c] with infinity in the rows from n, returns [c]."""
 
     def combine(state: PyTree, stack: Stack, key: jax.Array) -> tuple[PyTree, PyTree]:
-        return jax.tree.map(lambda a: of_leaf(a, stack), stack.each), state
+        present, n = stack.present, stack.n
+
+        def of_leaf(a: jax.Array) -> jax.Array:
+            columns = a.reshape(len(a), -1)
+            c = min(COLUMNS, columns.shape[1])  # few at a time stay in a CPU's cache, and need no second stack
+
+            def of_few(begin: jax.Array) -> jax.Array:
+                few = lax.dynamic_slice_in_dim(columns, begin, c, 1)
+                return of_columns(ascending(jnp.where(present[:, None], few, jnp.inf)), n)
+
+            begins = jnp.minimum(jnp.arange(0, columns.shape[1], c), columns.shape[1] - c)
+            parts, last = lax.map(of_few, begins[:-1]).reshape(-1), of_few(begins[-1])
+            return jnp.concatenate([parts, last[len(parts) - columns.shape[1] :]]).reshape(a.shape[1:])
+
+        return jax.tree.map(of_leaf, stack.each), state
 
     return Rule(combine, f=f, name=name)
+
+
+def ascending(a: jax.Array) -> jax.Array:
+    """The rows of a [M, ...] in ascending order of each column. A bitonic network of minima and maxima: on a CPU, it
+    takes 0.1 of the time of `jnp.sort`, and its compilation grows with log(M)^2."""
+    M, rest = len(a), a.shape[1:]
+    rows = 1 << (M - 1).bit_length()
+    a = jnp.concatenate([a, jnp.full((rows - M, *rest), jnp.inf, a.dtype)])
+
+    def exchanged(a: jax.Array, half: int, mirrored: bool) -> jax.Array:
+        """Compares each row with that ``half`` rows further, or with its mirror image in a block of 2 half rows."""
+        pairs = a.reshape(-1, 2, half, *rest)
+        low, high = pairs[:, 0], pairs[:, 1, ::-1] if mirrored else pairs[:, 1]
+        low, high = jnp.minimum(low, high), jnp.maximum(low, high)
+        return jnp.stack([low, high[:, ::-1] if mirrored else high], 1).reshape(rows, *rest)
+
+    for level in range((M - 1).bit_length()):
+        a = exchanged(a, 1 << level, mirrored=True)
+        for below in reversed(range(level)):
+            a = exchanged(a, 1 << below, mirrored=False)
+    return a[:M]
 
 
 def _of_scores(name: str, f: int, as_in_paper: bool, count: Callable[[Stack], jax.Array]) -> Rule:
@@ -153,17 +196,13 @@ def _of_scores(name: str, f: int, as_in_paper: bool, count: Callable[[Stack], ja
     return Rule(combine, f=f, name=name)
 
 
-def _sorted(a: jax.Array, stack: Stack) -> jax.Array:
-    """The values of each coordinate in ascending order; those of clients that are not present come last."""
-    return jnp.sort(jnp.where(along(stack.present, a), a, jnp.inf), 0)
+def _between(rows: jax.Array, first: Any, last: Any) -> jax.Array:
+    """The mean of the rows first..last - 1 of [M, c]. first, last: numbers, or [c]."""
+    row = jnp.arange(len(rows))[:, None]
+    first, last = (jnp.broadcast_to(each, rows.shape[1:])[None] for each in (first, last))
+    count = jnp.maximum(last - first, 1)[0].astype(rows.dtype)
+    return jnp.where((row >= first) & (row < last), rows, 0).sum(0) / count
 
 
-def _between(a: jax.Array, first: jax.Array | int, last: jax.Array) -> jax.Array:
-    """The mean of the rows first..last - 1."""
-    row = jnp.arange(len(a))
-    inside = along((row >= first) & (row < last), a)
-    return jnp.where(inside, a, 0).sum(0) / jnp.maximum(last - first, 1).astype(a.dtype)
-
-
-def _median(a: jax.Array, stack: Stack) -> jax.Array:
-    return _between(_sorted(a, stack), (stack.n - 1) // 2, stack.n // 2 + 1)
+def _median(rows: jax.Array, n: jax.Array) -> jax.Array:
+    return _between(rows, (n - 1) // 2, n // 2 + 1)
