@@ -12,7 +12,7 @@ from test_participation import data as data
 from test_participation import simulate as simulated
 
 import fedjax_drift as fd
-from fedjax_drift.round.aggregation import trees_of_a_client
+from fedjax_drift.round.accounting import trees_of_a_client
 
 a, p = fd.aggregation, fd.participation
 LIKE = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}

@@ -2,10 +2,9 @@
 
 `Measure` says what is computed. The measures of the library are in `drift.py`.
 
-Most measures of a client are computed while it trains. A mean over the cohort is only known after all clients have
-trained. So the updates are kept until then, if they fit in `KEPT_BYTES`. If they don't fit, and for measures that
-compare models with the mean model, the clients train a second time, with the same keys and therefore the same local
-models.
+Most measures of a client are computed while it trains. A mean over the cohort is only known after that, so the updates
+are kept until then, if they fit in `KEPT_BYTES`. If not, and for measures that compare models with the mean model, the
+clients train a second time, with the same keys and therefore the same local models.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Seen:
       theta: its model now.
       work: its examples and its random key, see `fd.types.Work`.
       tested: the test set, if a measure needs it.
-      round_key: the random key of the round. It is the same for all clients, so that they differ in nothing else.
+      round_key: the random key of the round, the same for all clients.
       engine: what the round is compiled from.
     """
 
@@ -252,10 +251,7 @@ def functions_of(measures: tuple[Measure, ...], name: str) -> list[Callable[...,
 def measure(
     engine: Engine, measures: tuple[Measure, ...], state: ServerState, arrays: Arrays, cohort: jax.Array | Client | None
 ) -> dict[str, jax.Array]:
-    """Measures the drift of the round that `round_fn` would run from this state with this cohort.
-
-    See `Simulation.measure`.
-    """
+    """Measures the drift of the round that `round_fn` would run. See `Simulation.measure`."""
     measured = observed_round(engine, state, arrays, cohort, observer(engine, measures, cohort))[2]
     return joined([measured, of_model(engine, measures, state, arrays, state.round)])
 

@@ -16,17 +16,15 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fedjax_drift import checks, spec, tree
 from fedjax_drift.devices.launch import traced
 from fedjax_drift.errors import MissingPackageError
-from fedjax_drift.participation import Participation, cyclic, schedule
-from fedjax_drift.participation.cohorts import short_name
 from fedjax_drift.recipes import Recipe, recorded
 from fedjax_drift.recipes import recorded as rule
 from fedjax_drift.robust import Before, Rule, Stack
 from fedjax_drift.robust.rule import of_finite
+from fedjax_drift.round.accounting import trees_of_a_client
 from fedjax_drift.spec import Count, Fix, NonNegative, Positive, Probability, checked
 from fedjax_drift.types import THREEFRY, Metrics, PyTree
 
@@ -427,29 +425,3 @@ def epsilon(sim: Any, rounds: Rounds, delta: Delta) -> float:
     accountant = rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_SPECIAL)
     accountant.compose(dp_accounting.SingleEpochTreeAggregationDpEvent(z, min(R, rounds)), trees)
     return float(accountant.get_epsilon(delta))
-
-
-def trees_of_a_client(participation: Participation, N: int, rounds: int, R: int) -> int:
-    """The largest number of trees of R rounds in which one of N clients takes part.
-
-    Raises ConfigurationError unless each client takes part at most once in a tree, and the selection does not depend on
-    the clients' data, as that of `power_of_choice` does.
-    """
-    recipe, factory = participation.recipe, None
-    if recipe is not None and not recipe.replaced(participation):
-        factory, arguments = recipe.factory, recipe.arguments
-    if factory is cyclic and arguments["groups"] >= R and (arguments["base"] is None or short_name(arguments["base"])):
-        return -(-rounds // int(arguments["groups"]))  # a group is available in every G-th round
-    if factory is schedule:
-        ids, trees = np.asarray(arguments["ids"]), np.zeros(N, int)
-        for first in range(0, rounds, R):
-            rows = ids[np.arange(first, min(first + R, rounds)) % len(ids)]
-            times = np.bincount(np.concatenate([np.unique(row) for row in rows]), minlength=N)[:N]  # N: an unused entry
-            trees += times
-            if times.max() > 1:
-                break
-        else:
-            return int(trees.max())
-    what = f"the accounting of private_ftrl needs each client at most once in {R} rounds"
-    fix = f"pass fd.participation.cyclic(groups={R}) without a base, or a schedule without repetitions"
-    checks.refuse(what, repr(participation), fix)

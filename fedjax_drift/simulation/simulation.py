@@ -407,10 +407,8 @@ class Simulation:
           steps: k >= 1, the number of local steps, with the local training of this simulation; or a `LocalTraining`.
 
         Returns:
-          ``loss`` and ``accuracy`` before the first step, and ``personal_loss`` and ``personal_accuracy`` after the
-          last one: a dict of float [C], NaN for a client without test examples.
-
-        Raises ValueError if the clients have no test examples, or do not fit the model.
+          A dict of float [C], NaN without test examples: ``loss`` and ``accuracy`` before the first step, and with the
+          prefix ``personal_`` after the last one. Raises ValueError if the clients do not fit, or have no tests.
         """
         return evaluation.evaluate_new(self.executor, state, clients, steps)
 
