@@ -399,6 +399,10 @@ NEED: dict[str, dict[str, Any]] = {  # other valid arguments
     "erdos_renyi": {"p": 0.5},
     "feddf": {"unlabelled": np.ones((2, 3))},
     "noisy_labels": {"rate": 0.5},
+    "clients": {"ids": [1], "attack": fd.adversaries.nan()},
+    "share": {"share": 0.2, "attack": fd.adversaries.nan()},
+    "robust": {"rule": fd.robust.median()},
+    "fedproto": {"classes": 3, "features": 5},
     "best": {"settings": [{"lr": 0.1}], "scores": [0.5]},
     **dict.fromkeys(("vit", "encoder", "decoder"), {"depth": 1, "width": 12, "heads": 1}),
 }
@@ -407,6 +411,7 @@ NEED: dict[str, dict[str, Any]] = {  # other valid arguments
 def factories() -> Iterator[Call]:
     """The functions and classes that only make a value."""
     modules = (fd.participation, fd.shift, fd.compression, fd.clock, fd.topology, fd.aggregation, fd.until)
+    modules += (fd.robust, fd.adversaries)
     made = [getattr(module, name) for module in (*modules, fd.partition) for name in module.__all__]
     made += [*fd.algorithms.ALGORITHMS.values(), *fd.models.MODELS.values(), fd.plots.Style]
     made += [fd.LocalTraining, fd.Failures, fd.Placement, fd.Devices]

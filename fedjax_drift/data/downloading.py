@@ -154,7 +154,7 @@ def _made(name: str, wanted: Download, paths: Sequence[Path], new: Path) -> Path
 
 def _fetched(file: File, folder: Path) -> Path:
     """Returns the path of the file in the folder, with the right checksum. It is downloaded if it is not there."""
-    from tqdm.auto import tqdm
+    from tqdm import tqdm  # not tqdm.auto: what it is depends on the first import in the process
 
     path, part, reached, problem = folder / file.name, folder / f"{file.name}.part", -1, ""
     if path.exists() and _has_checksum(path, file):
