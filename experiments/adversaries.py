@@ -48,8 +48,8 @@ ATTACKS: dict[str, Any] = {
 ALGORITHMS: dict[str, Callable[[], fd.Algorithm]] = {
     "FedAvg": lambda: fd.algorithms.fedavg(weighting="uniform"),
     "SCAFFOLD": lambda: fd.algorithms.scaffold(weighting="uniform"),
-    "FedDyn": lambda: fd.algorithms.feddyn(0.01, weighting="uniform"),
-    "FedDC": lambda: fd.algorithms.feddc(0.01, weighting="uniform"),
+    "FedDyn": lambda: fd.algorithms.feddyn(0.01),
+    "FedDC": lambda: fd.algorithms.feddc(0.01),
 }
 CELLS = [("FedAvg", rule, attack) for rule in RULES for attack in ATTACKS]
 CELLS += [(name, rule, attack) for name in ALGORITHMS for rule in ("mean", "NNM, trimmed mean") for attack in ATTACKS]

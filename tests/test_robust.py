@@ -316,8 +316,12 @@ PLACES = {
 def test_places_make_no_difference(algorithm: str, place: str) -> None:
     """With lying clients, a random order, failures and late updates, up to rounding."""
     data, model = of_sizes([3, 9, 14, 4, 7, 5], test=5), mlp()
-    make = getattr(fd.algorithms, algorithm)
-    chosen = make(weighting="uniform") if algorithm in ("scaffold", "feddc") else make()
+    chosen = {
+        "scaffold": fd.algorithms.scaffold(weighting="uniform"),
+        "fedavg": fd.algorithms.fedavg(),
+        "mime": fd.algorithms.mime(),
+        "feddc": fd.algorithms.feddc(0.1),
+    }[algorithm]
     options: dict[str, Any] = {
         "local": fd.LocalTraining(epochs=1, batch_size=4, lr=0.1),
         "cohort_size": 5,
