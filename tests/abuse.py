@@ -318,7 +318,9 @@ OF_ALL_DATA = {"mean": optional(Kind(ANYTHING)), "std": optional(Kind(ANYTHING))
 VALID: dict[str, Any] = {
     "N": 3, "W": [[1]], "alpha": 0.5, "amount": 1.0, "at": 1, "available": [[True]], "begin": 1.0, "beta": 0.5,
     "candidates": 2, "clip_norm": 1.0, "concurrency": 3, "degrees": 1.0, "degrees_per_round": 1.0, "down": 0.5,
-    "end": 2**30, "fraction": 0.5, "groups": 2, "ids": [[1]], "levels": 4, "mu": 0.1, "noise_multiplier": 1.0,
+    "attack": fd.adversaries.nan(), "classes": 3, "end": 2**30, "f": 1, "factor": 2.0, "features": 5,
+    "rule": fd.robust.median(), "share": 0.2, "target": 1, "tau": 1.0, "fraction": 0.5, "groups": 2, "ids": [[1]],
+    "levels": 4, "mu": 0.1, "noise_multiplier": 1.0,
     "norm": 1.0, "num_clients": 2, "of": [0, 1], "p": [0.5], "pairs": [(0, 1)], "per_client": 2, "period": 2.0,
     "restart_every": 4, "rows": 2, "columns": 3, "server_lr": 0.1, "shift": SWAP, "sigma": 1.0, "up": 0.5,
     "weights": np.ones((2, 3)), "base": fd.algorithms.fedavg(), "codec": fd.compression.none(),
@@ -399,10 +401,7 @@ NEED: dict[str, dict[str, Any]] = {  # other valid arguments
     "erdos_renyi": {"p": 0.5},
     "feddf": {"unlabelled": np.ones((2, 3))},
     "noisy_labels": {"rate": 0.5},
-    "clients": {"ids": [1], "attack": fd.adversaries.nan()},
-    "share": {"share": 0.2, "attack": fd.adversaries.nan()},
-    "robust": {"rule": fd.robust.median()},
-    "fedproto": {"classes": 3, "features": 5},
+    "clients": {"ids": [1]},
     "best": {"settings": [{"lr": 0.1}], "scores": [0.5]},
     **dict.fromkeys(("vit", "encoder", "decoder"), {"depth": 1, "width": 12, "heads": 1}),
 }
@@ -764,7 +763,7 @@ def plots() -> Iterator[Call]:
     settings = Kind(ANYTHING, [compared], like=compared)
     yield of(fd.plots.compared, {"settings": compared, "ylabel": "y"}, settings=settings)
     sound = [[0.5], np.ones(3), (1, 2), jnp.ones(2)]
-    yield of(fd.personal.summary, values=Kind(NO_ARRAY, sound, ANYTHING))
+    yield of(fd.personal.summary, {"values": [0.5]}, values=Kind(NO_ARRAY, sound, ANYTHING))
     yield from of_models_and_clients()
 
 
