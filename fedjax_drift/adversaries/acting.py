@@ -76,7 +76,8 @@ def _acting(hostile: Callable[[jax.Array, int], jax.Array], attack: Attack) -> S
         each, weight = seen.sent(attack.send(seen)), messages.weight
         if moment.engine.drop_nonfinite:
             weight = jnp.where(jax.vmap(tree.first_nonfinite)(each) < 0, weight, 0)
-        spread = tree.dot(seen.deviation, seen.deviation)
+        sigma = seen.deviation
+        spread = tree.dot(sigma, sigma)
         return messages._replace(each=each, weight=weight), (state, seen.mean, spread)
 
     def combine(seen: PyTree, received: Received, moment: Moment) -> tuple[Received, PyTree]:

@@ -68,10 +68,9 @@ def phase(
         contribution, weight = sent(rule, shared, client, start, message, weight)
         weight = jnp.where(answered, weight, 0)
         of_client = {"weight": weight, "answered": answered, "bad_leaf": bad_leaf, "bits": coded_bits(result.message)}
-        if joint:  # the contribution is computed again of what the sources make of all messages
+        factor = weight
+        if joint:  # `added_up` computes the contribution, and multiplies by the weight, after `Source.together`
             factor, contribution = jnp.ones_like(weight), message
-        else:
-            factor = weight
         factor = factor if client.discount is None else client.discount.astype(weight.dtype) * factor
         contribution = jax.tree.map(lambda m: jnp.where(answered, factor * m, 0), contribution)
         added = (() if joint else contribution, weight, answered.astype(weight.dtype)), terms
