@@ -16,10 +16,15 @@ of messages, so a client sends z_i, too, as a real client must with secure aggre
 both. The examples of U, which all clients must then have, are not counted.
 
 Deviations:
-- A batch of the paper is drawn anew in each step. Here the steps go through the batches of the round again and again,
-  so that a client has no more than U logits to send. The examples that do not fill a batch wait for another round.
-- The paper trains up to 10^4 steps and stops when the accuracy on a validation set has not risen for 10^3 steps, and
-  leaves out clients whose model is no better than chance. Here the number of steps is fixed, and all clients count.
+- A batch of the paper is drawn anew in each step; its code shuffles U anew in each pass. Here the steps go through the
+  batches of the round again and again, so that a client has no more than U logits to send. The examples that do not
+  fill a batch wait for another round.
+- The authors' code trains up to 10^4 steps, stops when the accuracy on a validation set has not risen for 10^3 steps,
+  and returns the best of the models that it has validated. The cosine ends at 10^4 steps all the same. Here the number
+  of steps is fixed, the cosine ends with them, and the last model is returned.
+- Clients whose model is hardly better than chance can be left out in the code. Here all clients count.
+- The code has equal weights in (2) (`weighting="uniform"`), clips the gradient of (4) at a norm of 5, and has batches
+  of 64 in its commands.
 - The models are one network. Groups of clients with different networks are not implemented.
 """
 

@@ -21,8 +21,11 @@ Deviations:
 - FedBN weights clients by 1, as the authors' code does.
 - The paper of FedBN uses BatchNorm, whose running statistics also stay with the client. Here, this needs a model with
   ``statistics="local"`` (`Model.from_linen`). The networks of `fd.models` have GroupNorm or LayerNorm.
-- The authors' code of FedSA-LoRA weights clients by n_i. With a classifier that is trained whole (GLUE), that one is
-  personal, too (``personal="/b$|classifier"``).
+- The authors' code of FedSA-LoRA weights clients by the examples that they process in a round. These are E n_i for E
+  epochs, and about the same for all with the fixed number of batches of its configurations (`weighting="uniform"`).
+  With a classifier that is trained whole (GLUE), that one is personal, too (``personal="/b$|classifier"``). Its
+  configurations train one model object for all clients. Then a client starts with the factors B of the client before
+  it, and not with its own, as in the paper and here.
 """
 
 from __future__ import annotations

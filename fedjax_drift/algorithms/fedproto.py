@@ -16,12 +16,13 @@ no client of the cohort has keeps its prototype.
 Deviations:
 - (4) is the mean over all examples of a class. Equation (6) of the paper also divides it by the number of clients that
   have the class, so it would not be a mean. The authors' code computes (5).
-- In the paper, R is the sum over the classes of the distances between C_j and the mean of z(x) over the batch. (2) is
-  R of the authors' code.
+- In the paper, R (its equation 8) is the sum over the classes of the distances between C_j and the mean of z(x) over
+  the examples of class j. (2) is R of the authors' code.
 - The authors' code takes the means of (3) over the last local epoch, while the model changes.
 - In the paper and its code, all clients train in every round. The paper also lets clients have different networks. Here
   they have one. The code trains with a momentum of 0.5 (`LocalTraining`).
-- The authors' code also classifies by the nearest prototype. Here a client uses its classifier.
+- The paper (equation 4) classifies by the nearest prototype, and its code reports both ways. Here a client uses its
+  classifier.
 """
 
 from __future__ import annotations
