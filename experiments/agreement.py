@@ -1,6 +1,6 @@
 """Tests for every algorithm whether the result depends on the number of processes and devices.
 
-    python experiments/agreement.py [--only fedavg scaffold]
+    python -m experiments.agreement [--only fedavg scaffold]
 
 Each algorithm runs for 20 rounds in four layouts (processes x devices per process): 1 x 1, 1 x 4, 2 x 2 and 4 x 1. The
 devices are CPU devices, and the processes communicate through Gloo. With several devices, the examples
@@ -178,7 +178,7 @@ def main() -> None:
         return
     found = compare(arguments.only)
     contents = {
-        "command": "python experiments/agreement.py",
+        "command": "python -m experiments.agreement",
         "rounds": ROUNDS,
         "seed": 0,
         "versions": f"jax {jax.__version__}, Python {platform.python_version()}",

@@ -1,7 +1,7 @@
 """Compares algorithms for clients that are away, when a client's data say how often it is there.
 
-    python experiments/availability.py [--rounds 400] [--output DIR]
-    python experiments/availability.py --draw DIR      only writes the picture and the table again
+    python -m experiments.availability [--rounds 400] [--output DIR]
+    python -m experiments.availability --draw DIR      only writes the picture and the table again
 
 The results are saved after every algorithm and kind of availability. The same command continues.
 
@@ -24,27 +24,16 @@ two hours on two CPU cores.
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
-from cyclic_participation import (
-    GROUPS,
-    LAST,
-    SEEDS,
-    TUNING_SEED,
-    federation,
-    half_width,
-    score,
-    simulate,
-    tuned,
-)
 
 import fedjax_drift as fd
+from experiments import cells
+from experiments.cyclic_participation import GROUPS, LAST, SEEDS, federation, scores, show, simulate
 
 ALGORITHMS: dict[str, tuple[Callable, dict[str, list[float]]]] = {  # name -> (factory, other settings of the search)
     "FedAvg": (partial(fd.algorithms.fedavg, weighting="uniform"), {}),
@@ -85,77 +74,53 @@ KINDS: dict[str, Callable[[int, int], fd.participation.Participation]] = {  # (s
 }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--output", type=Path, help="folder for the results (default: no files)")
-    parser.add_argument("--draw", type=Path, help="only write the picture and the table of this folder again")
-    arguments = parser.parse_args()
-    if arguments.draw:
-        return report(arguments.draw)
-    fd.use_cpu_devices()
-    rounds = arguments.rounds
-    validation, federations = federation(TUNING_SEED).with_validation(0.1, 0), [federation(seed) for seed in SEEDS]
-    file = arguments.output / "availability.json" if arguments.output else None
-    found: list[dict] = json.loads(file.read_text()) if file and file.exists() else []
-    done = {(run["algorithm"], run["kind"]) for run in found}
-    for kind, rule in KINDS.items():
-        for name, (factory, others) in ALGORITHMS.items():
-            if (name, kind) in done:
-                continue
-            start = time.perf_counter()
-            build = partial(simulate, validation, rule(TUNING_SEED, rounds), factory)
-            settings = tuned(build, fd.grid(lr=LEARNING_RATES, **others), rounds)
-            histories = []
-            for seed, data in zip(SEEDS, federations, strict=True):
-                sim = simulate(data, rule(seed, rounds), factory, **settings)
-                (run,) = sim.sweep(rounds, [seed], 1, progress=False)
-                histories.append(run.history)
-            accuracy = [[record["accuracy"] for record in history] for history in histories]
-            found.append({"algorithm": name, "kind": kind, "settings": settings, "accuracy": accuracy})
-            scores = [round(100 * score(history), 2) for history in histories]
-            print(f"{name}, {kind}: {settings}, {scores} %, {time.perf_counter() - start:.0f} s", flush=True)
-            if file:
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_text(json.dumps(found) + "\n")
-    if arguments.output:
-        report(arguments.output)
+def compute(rounds: int, name: str, kind: str) -> cells.Entry:
+    (factory, others), rule = ALGORITHMS[name], KINDS[kind]
+    build = partial(simulate, cells.held_out(federation), rule(cells.TUNING_SEED, rounds), factory)
+    settings = cells.tuned(build, fd.grid(lr=LEARNING_RATES, **others), rounds, LAST)
+    accuracy = []
+    for seed in SEEDS:
+        sim = simulate(federation(seed), rule(seed, rounds), factory, **settings)
+        accuracy += map(cells.accuracies, sim.sweep(rounds, [seed], 1, progress=False))
+    return {"algorithm": name, "kind": kind, "settings": settings, "accuracy": accuracy}
 
 
-def report(folder: Path) -> None:
-    """Writes the table, and plots the accuracy over the rounds for each kind of availability."""
+def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
+    """The tables, and a plot of the accuracy over the rounds for each kind of availability."""
     import matplotlib.pyplot as plt
 
-    runs = {(run["algorithm"], run["kind"]): run for run in json.loads((folder / "availability.json").read_text())}
-    scores = {key: 100 * np.array([np.mean(a[-LAST:]) for a in run["accuracy"]]) for key, run in runs.items()}
-    lines = [f"| algorithm | {' | '.join(KINDS)} | settings |", "|---|" + "---:|" * len(KINDS) + "---|"]
+    rows, gaps = [], []
     for name in ALGORITHMS:
-        cells = [f"{scores[name, kind].mean():.2f} ± {half_width(scores[name, kind]):.2f}" for kind in KINDS]
-        shown = [", ".join(f"{k} {v:g}" for k, v in runs[name, kind]["settings"].items()) for kind in KINDS]
-        lines.append(f"| {name} | {' | '.join(cells)} | {'; '.join(shown)} |")
-    lines += ["", "The difference from FedAvg with the same seeds:", ""]
-    lines += [f"| algorithm | {' | '.join(KINDS)} |", "|---|" + "---:|" * len(KINDS)]
-    for name in [*ALGORITHMS][1:]:
-        gaps = [scores[name, kind] - scores["FedAvg", kind] for kind in KINDS]
-        lines.append(f"| {name} | {' | '.join(f'{gap.mean():+.2f} ± {half_width(gap):.2f}' for gap in gaps)} |")
-    (folder / "availability.md").write_text(
+        of_name = [scores(found[name, kind]) for kind in KINDS]
+        settings = "; ".join(cells.words(found[name, kind]["settings"]) for kind in KINDS)
+        rows.append([name, *map(cells.interval, of_name), settings])
+        gap = [values - scores(found["FedAvg", kind]) for values, kind in zip(of_name, KINDS, strict=True)]
+        gaps.append([name, *(cells.interval(values, "+.2f") for values in gap)])
+    text = (
         f"# Availability that depends on the data\n\nMean test accuracy (%) over the last {LAST} rounds, with the 95 % "
         "confidence interval over three seeds. `experiments/availability.py` has the setting.\n\n"
-        + "\n".join(lines)
-        + "\n"
+        + cells.table(["algorithm", *KINDS, "settings"], rows)
+        + "\nThe difference from FedAvg with the same seeds:\n\n"
+        + cells.table(["algorithm", *KINDS], gaps[1:])
     )
     figure, axes = plt.subplots(1, len(KINDS), figsize=(13, 3.8), layout="constrained", sharey=True)
     for axis, kind in zip(axes, KINDS, strict=True):
         for i, name in enumerate(ALGORITHMS):
-            curve = 100 * np.mean(runs[name, kind]["accuracy"], axis=0)
+            curve = 100 * np.mean(found[name, kind]["accuracy"], axis=0)
             width = max(1, min(DAY, len(curve) // 4))  # of a moving mean over whole cycles
             smooth = np.convolve(curve, np.ones(width) / width, "valid")
             axis.plot(np.arange(width, len(curve) + 1), smooth, label=name, color=f"C{i}", linewidth=1.3)
         axis.set(title=kind, xlabel="Round")
     axes[0].set(ylabel="Test accuracy (%)")
     axes[-1].legend(fontsize=8, loc="lower right")
-    figure.savefig(folder / "availability.png", dpi=110)
+    return {"availability.md": text, "availability.png": figure}
 
+
+EXPERIMENT = cells.Experiment(
+    "availability", [(name, kind) for kind in KINDS for name in ALGORITHMS], compute, show, report,
+    itemgetter("algorithm", "kind"),
+)  # fmt: skip
 
 if __name__ == "__main__":
-    main()
+    fd.use_cpu_devices()
+    cells.main(EXPERIMENT, __doc__, rounds=400)

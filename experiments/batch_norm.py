@@ -1,6 +1,6 @@
 """What the three kinds of running statistics do to drift and accuracy: the table in docs/models.md.
 
-    python experiments/batch_norm.py [--rounds 60] [--seeds 3] [--output DIR]
+    python -m experiments.batch_norm [--rounds 60] [--seeds 3] [--output DIR]
 
 Generated digits of 100 writers are dealt to 20 clients by Dirichlet(0.1). A dense network with two hidden layers, each
 followed by BatchNorm or GroupNorm, is trained with FedAvg. All values are means over the last ten rounds and the seeds,

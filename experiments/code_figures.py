@@ -1,8 +1,8 @@
 """Counts the code of one or two versions of a package, and prints the counts as a Markdown table.
 
-    python experiments/code_figures.py fedjax_drift
+    python -m experiments.code_figures fedjax_drift
     git worktree add /tmp/before REVISION
-    python experiments/code_figures.py /tmp/before/fedjax_drift fedjax_drift
+    python -m experiments.code_figures /tmp/before/fedjax_drift fedjax_drift
 
 A line is code unless it is blank, a docstring, or only a comment. A room is a folder of the package; the modules
 beside the folders are one room. The order of the rooms is that of FLOORS in tests/test_house.py beside the package.

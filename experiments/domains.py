@@ -1,6 +1,7 @@
 """Compares algorithms on federations with groups of clients, and with rare classes.
 
-    python experiments/domains.py [--rounds 100] [--output DIR]
+    python -m experiments.domains [--rounds 100] [--output DIR]
+    python -m experiments.domains --draw DIR      only writes the table again
 
 The results are saved after every algorithm. The same command continues.
 
@@ -20,9 +21,6 @@ own partition.
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -33,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedjax_drift as fd
+from experiments import cells
 
 SEEDS, TUNING_SEEDS, HELD_OUT, CLASSES = (0, 1, 2), (100, 101), 0.1, 10
 LEARNING_RATES = [0.03, 0.1, 0.3]
@@ -128,47 +127,38 @@ def best_setting(
     return dict(max(fd.grid(lr=LEARNING_RATES, **others), key=score))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder of the results")
-    arguments = parser.parse_args()
-    fd.use_cpu_devices()
-    file = arguments.output / "domains.json"
-    found: dict[str, dict[str, Any]] = json.loads(file.read_text()) if file.exists() else {}
-    for kind, setting in SETTINGS.items():
-        for name, (factory, others) in setting.algorithms.items():
-            if name in found.setdefault(kind, {}):
-                continue
-            started = time.perf_counter()
-            best = best_setting(setting, factory, others, arguments.rounds)
-            runs = [
-                scores(setting, factory, setting.federation(seed), arguments.rounds, seed, **best) for seed in SEEDS
-            ]
-            found[kind][name] = {"setting": best, "runs": runs}
-            shown = {key: f"{100 * np.mean([run[key] for run in runs]):.1f} %" for key in runs[0]}
-            print(f"{kind}, {name}: {best}, {shown}, {time.perf_counter() - started:.0f} s", flush=True)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(json.dumps(found, indent=1) + "\n")
-    (arguments.output / "domains.md").write_text(report(found))
+def compute(rounds: int, kind: str, name: str) -> cells.Entry:
+    setting = SETTINGS[kind]
+    factory, others = setting.algorithms[name]
+    best = best_setting(setting, factory, others, rounds)
+    runs = [scores(setting, factory, setting.federation(seed), rounds, seed, **best) for seed in SEEDS]
+    return {"setting": best, "runs": runs}
 
 
-def report(found: dict[str, dict[str, Any]]) -> str:
+def show(entry: cells.Entry) -> str:
+    means = {key: 100 * np.mean([run[key] for run in entry["runs"]]) for key in entry["runs"][0]}
+    return ", ".join([cells.words(entry["setting"]), *(f"{key} {mean:.1f} %" for key, mean in means.items())])
+
+
+def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
     """The tables: means over the seeds and 95 % confidence intervals, in percent."""
-    lines = ["# Groups of clients, and rare classes\n", "`experiments/domains.py` has the settings.\n"]
-    for kind, results in found.items():
-        columns = list(dict.fromkeys(key for result in results.values() for key in result["runs"][0]))
-        lines += [f"## {kind.capitalize()}\n", f"| algorithm | {' | '.join(columns)} | setting |"]
-        lines += ["|---|" + "---:|" * len(columns) + "---|"]
-        for name, result in results.items():
-            runs = result["runs"]
-            intervals = {c: fd.statistics.mean(np.array([100 * run[c] for run in runs]))[:2] for c in runs[0]}
-            cells = ["{:.1f} ± {:.1f}".format(*intervals[c]) if c in intervals else "" for c in columns]
-            setting = ", ".join(f"{key}={value:g}" for key, value in result["setting"].items())
-            lines.append(f"| {name} | {' | '.join(cells)} | {setting} |")
-        lines.append("")
-    return "\n".join(lines)
+    text = "# Groups of clients, and rare classes\n\n`experiments/domains.py` has the settings.\n"
+    for kind, setting in SETTINGS.items():
+        entries = {name: found[kind, name] for name in setting.algorithms}
+        columns = list(dict.fromkeys(key for entry in entries.values() for key in entry["runs"][0]))
+        rows = []
+        for name, entry in entries.items():
+            values = [[100 * run[key] for run in entry["runs"] if key in run] for key in columns]
+            shown = ", ".join(f"{key}={value:g}" for key, value in entry["setting"].items())
+            rows.append([name, *(cells.interval(each, ".1f") if each else "" for each in values), shown])
+        text += f"\n## {kind.capitalize()}\n\n" + cells.table(["algorithm", *columns, "setting"], rows)
+    return {"domains.md": text}
 
+
+EXPERIMENT = cells.Experiment(
+    "domains", [(kind, name) for kind in SETTINGS for name in SETTINGS[kind].algorithms], compute, show, report
+)
 
 if __name__ == "__main__":
-    main()
+    fd.use_cpu_devices()
+    cells.main(EXPERIMENT, __doc__, rounds=100, output=Path(__file__).parent / "results")

@@ -1,6 +1,6 @@
 """Measures the rounds to a test accuracy with partial participation, as in FedDC's table 1, for two models.
 
-    python experiments/feddc_mean_of_clients.py [--dataset mnist] [--alpha 0.3] [--target 0.98] [--seeds 3]
+    python -m experiments.feddc_mean_of_clients [--dataset mnist] [--alpha 0.3] [--target 0.98] [--seeds 3]
                                                 [--rounds 160] [--algorithms feddc ...] [--output FILE.jsonl]
 
 Two models are scored in every round:

@@ -1,8 +1,8 @@
 """FedEve's figures 6 and 7: period drift beside the noise of SGD, and whether both drifts are normal over the rounds
 (arXiv 2508.14539, appendices C.1 and D.1).
 
-    python experiments/fedeve_figures.py [--rounds 200] [--output DIR]
-    python experiments/fedeve_figures.py --draw DIR      only plots DIR/fedeve_figures.json again
+    python -m experiments.fedeve_figures [--rounds 200] [--output DIR]
+    python -m experiments.fedeve_figures --draw DIR      only draws the pictures again
 
 The setting is small: 6,000 images of MNIST and 100 clients, either iid or split by Dirichlet(alpha). The rest is as in
 table 1: LeNet-5, one local epoch, batch size 20, learning rate 0.01. FedAvg trains with cohorts S of 10 clients. In
@@ -29,19 +29,18 @@ alone.
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
+import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from fedeve_normality import all_updates, keeping_updates
 from jax.flatten_util import ravel_pytree
 from scipy import stats
 
 import fedjax_drift as fd
+from experiments import cells
+from experiments.fedeve_normality import all_updates, keeping_updates
 
 CLIENTS, COHORT, EXAMPLES, CHUNK, PARAMETERS = 100, 10, 6000, 500, 200
 SPLITS = {"iid": None, "alpha = 1": 1.0, "alpha = 0.1": 0.1, "alpha = 0.01": 0.01}
@@ -123,68 +122,10 @@ def normality(values: np.ndarray) -> dict[str, Any]:
     return {name: stats.normaltest(v).pvalue.tolist() for name, v in tests.items()} | {"trace": values[:, 0].tolist()}
 
 
-def draw(folder: Path) -> None:
-    """Plots fedeve_figure6.png and fedeve_figure7.png."""
-    import matplotlib.pyplot as plt
-
-    results = json.loads((folder / "fedeve_figures.json").read_text())
-    labels = {"cohort": "10 clients", "batch": "random examples, equally many"}
-    figure, axes = plt.subplots(2, len(results), figsize=(13, 5.6), sharex="row", sharey="row", layout="constrained")
-    for (split, found), (top, bottom) in zip(results.items(), axes.T, strict=True):
-        for n, (name, label) in enumerate(labels.items()):
-            top.hist(found["cosine"][name], np.linspace(-1, 1, 41), color=f"C{n}", alpha=0.6, label=label)
-            ratio = found["averaged out"][name]
-            bottom.loglog(np.arange(1, len(ratio) + 1), ratio, color=f"C{n}", label=label)
-        T = np.arange(1, len(ratio) + 1)
-        bottom.loglog(T, T**-0.5, color="black", linestyle=":", label="independent noise")
-        top.set(title=split, xlabel="Cosine with the gradient\nof all examples")
-        bottom.set(xlabel="Rounds T")
-    axes[0, 0].set_ylabel("Rounds")
-    axes[1, 0].set_ylabel("Norm of the mean deviation\n(typical deviation = 1)")
-    axes[0, 0].legend(fontsize=8, loc="upper left")
-    axes[1, 0].legend(fontsize=8, loc="lower left")
-    figure.savefig(folder / "fedeve_figure6.png", dpi=110)
-
-    figure, axes = plt.subplots(len(results), 2, figsize=(8, 2.1 * len(results)), layout="constrained")
-    for (split, found), row in zip(results.items(), axes, strict=True):
-        for n, (panel, (drift, each)) in enumerate(zip(row, found["drift"].items(), strict=True)):
-            p = np.array(each["p"])
-            panel.hist(each["trace"], 40, color=f"C{n}")
-            panel.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
-            panel.locator_params(nbins=5)
-            panel.set_title(f"{drift.capitalize()}, {split}: p = {p[0]:.2g} ({(p > 0.05).mean():.0%} pass)", fontsize=9)
-    figure.supxlabel("Drift of one random parameter")
-    figure.supylabel("Rounds")
-    figure.savefig(folder / "fedeve_figure7.png", dpi=110)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=200, help="rounds of FedAvg, at least 40 (default: %(default)s)")
-    parser.add_argument("--output", type=Path, help="folder for the numbers and the pictures (default: no files)")
-    parser.add_argument("--draw", type=Path, help="only plot the results in this folder again")
-    arguments = parser.parse_args()
-    if arguments.draw:
-        return draw(arguments.draw)
-    if arguments.rounds < 40:
-        parser.error(f"--rounds must be at least 40 for the test of normality, got {arguments.rounds}")
-    fd.use_cpu_devices()
-    results = {}
-    for split, alpha in SPLITS.items():
-        results[split] = found = trace(federation(alpha), arguments.rounds)
-        cosines = ", ".join(f"{np.mean(values):.2f} ({name})" for name, values in found["cosine"].items())
-        left = ", ".join(f"{values[-1]:.3f} ({name})" for name, values in found["averaged out"].items())
-        passed = ", ".join(
-            f"{np.mean(np.array(each[key]) > 0.05):.0%} ({name}, {key})"
-            for name, each in found["drift"].items()
-            for key in ("p", "p, second half")
-        )
-        print(f"{split}: mean cosine {cosines}; left after all rounds {left}; normal {passed}", flush=True)
-    if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        digits = json.dumps(rounded(results))
-        (arguments.output / "fedeve_figures.json").write_text(digits + "\n")
-        draw(arguments.output)
+def compute(rounds: int, split: str) -> cells.Entry:
+    if rounds < 40:
+        sys.exit(f"--rounds must be at least 40 for the test of normality, got {rounds}")
+    return rounded(trace(federation(SPLITS[split]), rounds))
 
 
 def rounded(value: Any) -> Any:
@@ -194,5 +135,52 @@ def rounded(value: Any) -> Any:
     return [float(f"{each:.4g}") for each in value]
 
 
+def show(entry: cells.Entry) -> str:
+    cosines = ", ".join(f"{np.mean(values):.2f} ({name})" for name, values in entry["cosine"].items())
+    left = ", ".join(f"{values[-1]:.3f} ({name})" for name, values in entry["averaged out"].items())
+    passed = ", ".join(
+        f"{np.mean(np.array(each[key]) > 0.05):.0%} ({name}, {key})"
+        for name, each in entry["drift"].items()
+        for key in ("p", "p, second half")
+    )
+    return f"mean cosine {cosines}; left after all rounds {left}; normal {passed}"
+
+
+def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
+    """Both figures."""
+    import matplotlib.pyplot as plt
+
+    labels = {"cohort": "10 clients", "batch": "random examples, equally many"}
+    gradients, axes = plt.subplots(2, len(found), figsize=(13, 5.6), sharex="row", sharey="row", layout="constrained")
+    for ((split,), entry), (top, bottom) in zip(found.items(), axes.T, strict=True):
+        for n, (name, label) in enumerate(labels.items()):
+            top.hist(entry["cosine"][name], np.linspace(-1, 1, 41), color=f"C{n}", alpha=0.6, label=label)
+            ratio = entry["averaged out"][name]
+            bottom.loglog(np.arange(1, len(ratio) + 1), ratio, color=f"C{n}", label=label)
+        T = np.arange(1, len(ratio) + 1)
+        bottom.loglog(T, T**-0.5, color="black", linestyle=":", label="independent noise")
+        top.set(title=split, xlabel="Cosine with the gradient\nof all examples")
+        bottom.set(xlabel="Rounds T")
+    axes[0, 0].set_ylabel("Rounds")
+    axes[1, 0].set_ylabel("Norm of the mean deviation\n(typical deviation = 1)")
+    axes[0, 0].legend(fontsize=8, loc="upper left")
+    axes[1, 0].legend(fontsize=8, loc="lower left")
+
+    drifts, axes = plt.subplots(len(found), 2, figsize=(8, 2.1 * len(found)), layout="constrained")
+    for ((split,), entry), row in zip(found.items(), axes, strict=True):
+        for n, (panel, (drift, each)) in enumerate(zip(row, entry["drift"].items(), strict=True)):
+            p = np.array(each["p"])
+            panel.hist(each["trace"], 40, color=f"C{n}")
+            panel.ticklabel_format(axis="x", style="sci", scilimits=(0, 0))
+            panel.locator_params(nbins=5)
+            panel.set_title(f"{drift.capitalize()}, {split}: p = {p[0]:.2g} ({(p > 0.05).mean():.0%} pass)", fontsize=9)
+    drifts.supxlabel("Drift of one random parameter")
+    drifts.supylabel("Rounds")
+    return {"fedeve_figure6.png": gradients, "fedeve_figure7.png": drifts}
+
+
+EXPERIMENT = cells.Experiment("fedeve_figures", [(split,) for split in SPLITS], compute, show, report)
+
 if __name__ == "__main__":
-    main()
+    fd.use_cpu_devices()
+    cells.main(EXPERIMENT, __doc__, rounds=200)

@@ -1,6 +1,6 @@
 """FedEve's Kalman gain if all client updates are pure noise, for the client sizes of its experiments.
 
-    python experiments/fedeve_noise.py [--rounds 400] [--output DIR]
+    python -m experiments.fedeve_noise [--rounds 400] [--output DIR]
 
 Every client's update Delta_i is drawn from a standard normal distribution, so no client has a direction of its own.
 There is neither period drift nor client drift in the sense of the paper's equations (3) and (4). Only the clients'

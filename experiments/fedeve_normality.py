@@ -1,7 +1,7 @@
 """Are the two drifts of FedEve normal, as its Kalman filter assumes? (arXiv 2508.14539, assumption 2.2)
 
-    python experiments/fedeve_normality.py [--rounds 50 500] [--output DIR]
-    python experiments/fedeve_normality.py --draw DIR      only plots DIR/fedeve_normality.json again
+    python -m experiments.fedeve_normality [--rounds 50 500] [--output DIR]
+    python -m experiments.fedeve_normality --draw DIR      only plots DIR/fedeve_normality.json again
 
 The paper traces one parameter over the rounds (figure 7, `fedeve_figures.py`). The filter has the same variance for all
 parameters, so here all of them are compared. The clients are the 539 writers of MNIST, with the settings of table 1:

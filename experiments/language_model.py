@@ -1,6 +1,6 @@
 """Federated fine-tuning of a language model: the clients follow instructions, and train LoRA adapters of a decoder.
 
-    python experiments/language_model.py [--checkpoint gpt2] [--rounds 32] [--seeds 2] [--output DIR]
+    python -m experiments.language_model [--checkpoint gpt2] [--rounds 32] [--seeds 2] [--output DIR]
 
 Without ``--checkpoint``, a decoder with 0.4 million parameters is pretrained here, on Python's language reference and
 on generated exercises. ``--checkpoint`` takes a causal language model of Hugging Face, by its name or as a folder,

@@ -1,6 +1,6 @@
 """Compares simulations with theory on quadratics whose optima and curvatures differ between clients.
 
-    python experiments/quadratics.py [--output FOLDER]
+    python -m experiments.quadratics [--output FOLDER]
 
 Client i has the loss F_i(w) = 1/2 (w - a_i)' H_i (w - a_i). All clients have the same weight, and each local step uses
 the full gradient of the client. A client of FedProx makes K steps with learning rate eta on

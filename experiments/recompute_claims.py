@@ -1,6 +1,6 @@
 """Computes the claims page and the numbers of docs/papers.md again from the raw results, and compares them.
 
-    python experiments/recompute_claims.py
+    python -m experiments.recompute_claims
 
 This file shares no code with experiments/tables and experiments/pages.py, so that a mistake there is seen here. It
 prints what differs.

@@ -1,6 +1,6 @@
 """Who averages with whom: how fast models reach consensus, and what that does to learning.
 
-    python experiments/topologies.py [--output DIR]
+    python -m experiments.topologies [--output DIR]
 
 Left: 64 clients make one local step, and then only average. The consensus distance falls at most by the factor
 1 - gap in a round, where gap is the spectral gap of the mixing matrix (dashed). Right: 64 clients of the generated data

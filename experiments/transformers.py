@@ -1,6 +1,6 @@
 """Two transformers learn: ViT on CIFAR-10 and a decoder on generated dialogue. Loss curves, and the speed of a round.
 
-    python experiments/transformers.py [--rounds 30] [--output DIR]
+    python -m experiments.transformers [--rounds 30] [--output DIR]
 
 The curves are those of FedAvg with Adam on the clients. The share of a round is its rate in floating-point operations
 per second, divided by the rate of a product of two 2048 x 2048 matrices. Both are timed in turn. Needs CIFAR-10 (see

@@ -79,12 +79,18 @@ def write_results(file: Path, results: Iterable[Result]) -> None:
 
 
 def write_lines(file: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    """Writes one line of JSON per entry. The file is replaced atomically: a kill leaves the old or the new file."""
+    """Writes one line of JSON per entry."""
+    lines = [json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n" for entry in entries]
+    write_text(file, "".join(lines))
+
+
+def write_text(file: Path, text: str) -> None:
+    """Replaces the file atomically by one with this text: a kill leaves the old or the new file."""
     new = file.with_name(file.name + ".new")
     file.parent.mkdir(parents=True, exist_ok=True)
-    new.unlink(missing_ok=True)  # left by a killed process; no other process writes this cell
-    with open(new, "x") as lines:  # "x" never follows a link
-        lines.writelines(json.dumps(entry, separators=(",", ":"), allow_nan=False) + "\n" for entry in entries)
+    new.unlink(missing_ok=True)  # left by a killed process; no other process writes this file
+    with open(new, "x") as empty:  # "x" never follows a link
+        empty.write(text)
     os.replace(new, file)
 
 

@@ -1,0 +1,139 @@
+"""Runs an experiment cell by cell, saves every cell, and writes the page and the pictures of all of them.
+
+A cell is a combination of names, for example (algorithm, attack), and its entry has what was computed for it. The
+entries are in NAME.json in the folder of the results. The file is replaced atomically after every cell, so a killed run
+loses one cell, and the same command continues.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import fedjax_drift as fd
+from experiments.tables.results import write_text
+
+TUNING_SEED = 100  # no reported run has it
+Cell = tuple[Any, ...]
+Entry = dict[str, Any]
+
+
+class Experiment(NamedTuple):
+    """The cells of an experiment, and what is done with them."""
+
+    name: str
+    cells: Sequence[Cell]
+    compute: Callable[..., Entry]  # compute(rounds, *cell)
+    show: Callable[[Entry], str]  # what is printed about an entry
+    report: Callable[[dict[Cell, Entry]], dict[str, Any]]  # file name -> text, or figure of matplotlib
+    # NAME.json is a list of entries, if they contain their cell. Otherwise it has objects in objects: cell by cell.
+    cell_of: Callable[[Entry], Cell] | None = None
+
+    def read(self, file: Path) -> dict[Cell, Entry]:
+        """The entries in a file, by cell."""
+        stored = json.loads(file.read_text()) if file.exists() else {}
+        if self.cell_of:
+            return {self.cell_of(entry): entry for entry in stored}
+        found: dict[Cell, Any] = {(): stored}
+        for _ in self.cells[0]:
+            found = {(*cell, name): inner for cell, outer in found.items() for name, inner in outer.items()}
+        return found
+
+    def write(self, file: Path, found: dict[Cell, Entry]) -> None:
+        """Replaces the file atomically."""
+        objects: dict[str, Any] = {}
+        for (*outer, name), entry in found.items():
+            inside = objects
+            for each in outer:
+                inside = inside.setdefault(each, {})
+            inside[name] = entry
+        write_text(file, json.dumps([*found.values()] if self.cell_of else objects) + "\n")
+
+
+def main(experiment: Experiment, doc: str | None, rounds: int, output: Path | None = None) -> None:
+    """The command of an experiment. rounds, output: what it uses by default."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", "--updates", type=int, default=rounds, help="of a run (default: %(default)s)")
+    parser.add_argument("--output", type=Path, default=output, help="folder of the results (default: %(default)s)")
+    parser.add_argument("--draw", type=Path, help="only write the page and the pictures of this folder again")
+    arguments = parser.parse_args()
+    folder = arguments.draw or arguments.output
+    file = folder / f"{experiment.name}.json" if folder else None
+    found = experiment.read(file) if file else {}
+    missing = [cell for cell in experiment.cells if cell not in found]
+    if arguments.draw and missing:
+        parser.error(f"--draw needs the results of all cells, but {file} lacks {len(missing)}: continue with --output")
+    for cell in missing:
+        start = time.perf_counter()
+        found[cell] = experiment.compute(arguments.rounds, *cell)
+        shown = f"{', '.join(map(str, cell))}: {experiment.show(found[cell])}"
+        print(f"{shown}, {time.perf_counter() - start:.0f} s", flush=True)
+        if file:
+            experiment.write(file, found)
+    for name, content in experiment.report(found).items() if folder else ():
+        if isinstance(content, str):
+            write_text(folder / name, content)
+        else:
+            content.savefig(folder / name, dpi=110)
+
+
+# Scores
+
+
+def accuracies(run: fd.Run) -> list[float]:
+    """The test accuracy after every evaluated round."""
+    return [record["accuracy"] for record in run.history if "accuracy" in record]
+
+
+def scores(entry: Entry, last: int) -> np.ndarray:
+    """The mean accuracy (%) over the last evaluations of each run, [runs]."""
+    return 100 * np.array([np.mean(accuracy[-last:]) for accuracy in entry["accuracy"]])
+
+
+def show(entry: Entry, last: int) -> str:
+    """The scores, and the settings if they were tuned."""
+    settings = f"{words(entry['settings'])}, " if "settings" in entry else ""
+    return f"{settings}{scores(entry, last).round(2)} %"
+
+
+@functools.cache
+def held_out(federation: Callable[[int], fd.FederatedData]) -> fd.FederatedData:
+    """The federation of the seed for tuning, with a tenth of its training examples as the test set."""
+    return federation(TUNING_SEED).with_validation(0.1, 0)
+
+
+def tuned(
+    build: Callable[..., fd.Simulation], settings: list[dict], rounds: int, last: int, eval_every: int = 1
+) -> dict[str, float]:
+    """The settings with the best mean accuracy over the last evaluations. build: ``build(**setting) -> simulation``."""
+    runs = fd.sweep(build, rounds, [TUNING_SEED], settings, eval_every, progress=False)
+    return dict(max(runs, key=lambda run: np.nan_to_num(np.mean(accuracies(run)[-last:]))).setting)
+
+
+# Text
+
+
+def interval(values: Sequence[float] | np.ndarray, form: str = ".2f") -> str:
+    """The mean, and half the width of its 95 % confidence interval: "94.93 ± 0.14"."""
+    mean, half, _ = fd.statistics.mean(values)
+    return f"{mean:{form}} ± {half:{form.lstrip('+')}}"
+
+
+def words(settings: dict[str, float]) -> str:
+    """Settings as text: "lr 0.05, alpha 0.1"."""
+    return ", ".join(f"{name} {value:g}" for name, value in settings.items())
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown. A column is aligned to the right, unless one of its cells begins with a letter."""
+    rows = [*rows]
+    marks = ["---" if any(cell[:1].isalpha() for cell in column) else "---:" for column in zip(*rows, strict=True)]
+    lines = [f"| {' | '.join(row)} |" for row in (columns, *rows)]
+    return "\n".join([lines[0], f"|{'|'.join(marks)}|", *lines[1:]]) + "\n"
