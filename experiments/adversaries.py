@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 import fedjax_drift as fd
-from experiments import cells
+from experiments import cells, markdown
 
 N, HOSTILE, SEEDS, LAST = 25, 5, (1, 2, 3), 10
 A, R = fd.adversaries, fd.robust
@@ -84,15 +84,12 @@ def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
         for name in ALGORITHMS
     }
     text = "# Clients that lie\n\nMean test accuracy (%) of the last 10 rounds, with the 95 % confidence interval over "
-    text += "three seeds. `experiments/adversaries.py` has the setting.\n"
+    text += "three seeds. `experiments/adversaries.py` has the setting."
     figure, axes = plt.subplots(1, 2, figsize=(13, 4.6), layout="constrained")
-    tables = (
-        ("FedAvg with six rules", "rule", of_rules),
-        ("Four algorithms with two rules", "algorithm", of_algorithms),
-    )
-    for axis, (title, first, rows) in zip(axes, tables, strict=True):
-        shown = [[row, *(cells.interval(values, ".1f") for values in of_row)] for row, of_row in rows.items()]
-        text += f"\n## {title}\n\n{cells.table([first, *ATTACKS], shown)}"
+    tables = (("FedAvg with six rules", of_rules), ("Four algorithms with two rules", of_algorithms))
+    for axis, (title, rows) in zip(axes, tables, strict=True):
+        shown = [[row, *(markdown.interval(values, ".1f") for values in of_row)] for row, of_row in rows.items()]
+        text += f"\n\n## {title}\n\n{markdown.table(['', *ATTACKS], shown)}"
         means = np.array([[values.mean() for values in of_row] for of_row in rows.values()])
         image = axis.imshow(means, cmap="viridis", vmin=10, vmax=100, aspect="auto")
         for (i, j), mean in np.ndenumerate(means):

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 import fedjax_drift as fd
-from experiments import cells
+from experiments import cells, markdown
 
 BUFFER, EVERY, SEEDS = 10, 2, (0, 1, 2)  # the accuracy is evaluated after every second update
 UPDATES = 50  # the last ones, which are scored
@@ -88,7 +88,7 @@ def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
         np.mean([found[name, M, of]["staleness"] for name in ALGORITHMS for of in DISCOUNTS]) for M in CONCURRENCIES
     ]
     rows = [
-        [name, discount, *(cells.interval(scores(found[name, M, discount])) for M in CONCURRENCIES)]
+        [name, discount, *(markdown.interval(scores(found[name, M, discount])) for M in CONCURRENCIES)]
         for name in ALGORITHMS
         for discount in DISCOUNTS
     ]
@@ -96,7 +96,7 @@ def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
         "# Accuracy against staleness\n\nMean test accuracy (%) over the last 50 updates, with the 95 % confidence "
         "interval over three seeds. The staleness is the mean over the aggregated updates. "
         "`experiments/asynchrony.py` has the setting.\n\n"
-        + cells.table(["algorithm", "discount", *(f"staleness {each:.1f}" for each in staleness)], rows)
+        + markdown.table(["algorithm", "discount", *(f"staleness {each:.1f}" for each in staleness)], rows)
     )
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     place = np.arange(len(CONCURRENCIES))

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 import fedjax_drift as fd
-from experiments import cells
+from experiments import cells, markdown
 from experiments.cyclic_participation import GROUPS, LAST, SEEDS, federation, scores, show, simulate
 
 ALGORITHMS: dict[str, tuple[Callable, dict[str, list[float]]]] = {  # name -> (factory, other settings of the search)
@@ -92,16 +92,16 @@ def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
     rows, gaps = [], []
     for name in ALGORITHMS:
         of_name = [scores(found[name, kind]) for kind in KINDS]
-        settings = "; ".join(cells.words(found[name, kind]["settings"]) for kind in KINDS)
-        rows.append([name, *map(cells.interval, of_name), settings])
+        settings = "; ".join(markdown.words(found[name, kind]["settings"]) for kind in KINDS)
+        rows.append([name, *map(markdown.interval, of_name), settings])
         gap = [values - scores(found["FedAvg", kind]) for values, kind in zip(of_name, KINDS, strict=True)]
-        gaps.append([name, *(cells.interval(values, "+.2f") for values in gap)])
+        gaps.append([name, *(markdown.interval(values, "+.2f") for values in gap)])
     text = (
         f"# Availability that depends on the data\n\nMean test accuracy (%) over the last {LAST} rounds, with the 95 % "
         "confidence interval over three seeds. `experiments/availability.py` has the setting.\n\n"
-        + cells.table(["algorithm", *KINDS, "settings"], rows)
-        + "\nThe difference from FedAvg with the same seeds:\n\n"
-        + cells.table(["algorithm", *KINDS], gaps[1:])
+        + markdown.table(["algorithm", *KINDS, "settings"], rows)
+        + "\n\nThe difference from FedAvg with the same seeds:\n\n"
+        + markdown.table(["algorithm", *KINDS], gaps[1:])
     )
     figure, axes = plt.subplots(1, len(KINDS), figsize=(13, 3.8), layout="constrained", sharey=True)
     for axis, kind in zip(axes, KINDS, strict=True):

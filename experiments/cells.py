@@ -11,13 +11,14 @@ import argparse
 import functools
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import fedjax_drift as fd
+from experiments import markdown
 from experiments.tables.results import write_text
 
 TUNING_SEED = 100  # no reported run has it
@@ -32,7 +33,7 @@ class Experiment(NamedTuple):
     cells: Sequence[Cell]
     compute: Callable[..., Entry]  # compute(rounds, *cell)
     show: Callable[[Entry], str]  # what is printed about an entry
-    report: Callable[[dict[Cell, Entry]], dict[str, Any]]  # file name -> text, or figure of matplotlib
+    report: Callable[[dict[Cell, Entry]], dict[str, Any]]  # file name -> text, or matplotlib's figure
     # NAME.json is a list of entries, if they contain their cell. Otherwise it has objects in objects: cell by cell.
     cell_of: Callable[[Entry], Cell] | None = None
 
@@ -79,12 +80,9 @@ def main(experiment: Experiment, doc: str | None, rounds: int, output: Path | No
             experiment.write(file, found)
     for name, content in experiment.report(found).items() if folder else ():
         if isinstance(content, str):
-            write_text(folder / name, content)
+            write_text(folder / name, content + "\n")
         else:
             content.savefig(folder / name, dpi=110)
-
-
-# Scores
 
 
 def accuracies(run: fd.Run) -> list[float]:
@@ -99,7 +97,7 @@ def scores(entry: Entry, last: int) -> np.ndarray:
 
 def show(entry: Entry, last: int) -> str:
     """The scores, and the settings if they were tuned."""
-    settings = f"{words(entry['settings'])}, " if "settings" in entry else ""
+    settings = f"{markdown.words(entry['settings'])}, " if "settings" in entry else ""
     return f"{settings}{scores(entry, last).round(2)} %"
 
 
@@ -115,25 +113,3 @@ def tuned(
     """The settings with the best mean accuracy over the last evaluations. build: ``build(**setting) -> simulation``."""
     runs = fd.sweep(build, rounds, [TUNING_SEED], settings, eval_every, progress=False)
     return dict(max(runs, key=lambda run: np.nan_to_num(np.mean(accuracies(run)[-last:]))).setting)
-
-
-# Text
-
-
-def interval(values: Sequence[float] | np.ndarray, form: str = ".2f") -> str:
-    """The mean, and half the width of its 95 % confidence interval: "94.93 ± 0.14"."""
-    mean, half, _ = fd.statistics.mean(values)
-    return f"{mean:{form}} ± {half:{form.lstrip('+')}}"
-
-
-def words(settings: dict[str, float]) -> str:
-    """Settings as text: "lr 0.05, alpha 0.1"."""
-    return ", ".join(f"{name} {value:g}" for name, value in settings.items())
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in Markdown. A column is aligned to the right, unless one of its cells begins with a letter."""
-    rows = [*rows]
-    marks = ["---" if any(cell[:1].isalpha() for cell in column) else "---:" for column in zip(*rows, strict=True)]
-    lines = [f"| {' | '.join(row)} |" for row in (columns, *rows)]
-    return "\n".join([lines[0], f"|{'|'.join(marks)}|", *lines[1:]]) + "\n"

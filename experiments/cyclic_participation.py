@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import fedjax_drift as fd
-from experiments import cells
+from experiments import cells, markdown
 
 GROUPS, LAST, SEEDS = 5, 50, (0, 1, 2)
 RULES = {
@@ -100,14 +100,14 @@ def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
         entries = [found[name, rule] for rule in RULES]
         of_name = [scores(entry) for entry in entries]
         swings = " / ".join(f"{swing(entry):.1f}" for entry in entries)
-        settings = "; ".join(cells.words(entry["settings"]) for entry in entries)
-        rows.append([name, *map(cells.interval, [*of_name, of_name[0] - of_name[-1]]), swings, settings])
+        settings = "; ".join(markdown.words(entry["settings"]) for entry in entries)
+        rows.append([name, *map(markdown.interval, [*of_name, of_name[0] - of_name[-1]]), swings, settings])
     text = (
         "# Cyclic against uniform participation\n\nMean test accuracy (%) over the last 50 rounds, with the 95 % "
         "confidence interval over three seeds. The swing is the highest minus the lowest accuracy within a cycle of "
         "five rounds, the mean over the last ten cycles, for the three kinds of participation. "
         "`experiments/cyclic_participation.py` has the setting.\n\n"
-        + cells.table(["algorithm", *RULES, "lost by groups", "swing within a cycle", "settings"], rows)
+        + markdown.table(["algorithm", *RULES, "lost by groups", "swing within a cycle", "settings"], rows)
     )
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", width_ratios=(1, 1.3))
     colours, place = ("C7", "C9", "C3"), np.arange(len(ALGORITHMS))

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedjax_drift as fd
-from experiments import cells
+from experiments import cells, markdown
 
 SEEDS, TUNING_SEEDS, HELD_OUT, CLASSES = (0, 1, 2), (100, 101), 0.1, 10
 LEARNING_RATES = [0.03, 0.1, 0.3]
@@ -137,21 +137,21 @@ def compute(rounds: int, kind: str, name: str) -> cells.Entry:
 
 def show(entry: cells.Entry) -> str:
     means = {key: 100 * np.mean([run[key] for run in entry["runs"]]) for key in entry["runs"][0]}
-    return ", ".join([cells.words(entry["setting"]), *(f"{key} {mean:.1f} %" for key, mean in means.items())])
+    return ", ".join([markdown.words(entry["setting"]), *(f"{key} {mean:.1f} %" for key, mean in means.items())])
 
 
 def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
     """The tables: means over the seeds and 95 % confidence intervals, in percent."""
-    text = "# Groups of clients, and rare classes\n\n`experiments/domains.py` has the settings.\n"
+    text = "# Groups of clients, and rare classes\n\n`experiments/domains.py` has the settings."
     for kind, setting in SETTINGS.items():
         entries = {name: found[kind, name] for name in setting.algorithms}
         columns = list(dict.fromkeys(key for entry in entries.values() for key in entry["runs"][0]))
         rows = []
         for name, entry in entries.items():
             values = [[100 * run[key] for run in entry["runs"] if key in run] for key in columns]
-            shown = ", ".join(f"{key}={value:g}" for key, value in entry["setting"].items())
-            rows.append([name, *(cells.interval(each, ".1f") if each else "" for each in values), shown])
-        text += f"\n## {kind.capitalize()}\n\n" + cells.table(["algorithm", *columns, "setting"], rows)
+            rows.append([name, *(markdown.interval(each, ".1f") if each else "" for each in values)])
+            rows[-1].append(markdown.words(entry["setting"], "="))
+        text += f"\n\n## {kind.capitalize()}\n\n" + markdown.table(["algorithm", *columns, "setting"], rows)
     return {"domains.md": text}
 
 

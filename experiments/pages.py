@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments import markdown
 from experiments.tables import claims, report
 from experiments.tables.comparison import compare, looks_of, values_of
 from experiments.tables.papers import EXPERIMENTS, read_tables, table_names
@@ -155,7 +156,7 @@ class Evidence:
         self, table: str, score: str, settings: Sequence[str], methods: Sequence[str], spread: bool = False
     ) -> str:
         """The means over all seeds, with the published numbers in parentheses, and the numbers of seeds."""
-        lines = [f"| | {' | '.join(methods)} | seeds |", "|---|" + "---:|" * len(methods) + "---|"]
+        lines = []
         for setting in settings:
             printed = self.tables[table].settings[setting].printed.get(score, {})
             row = [
@@ -165,25 +166,24 @@ class Evidence:
             ]
             seeds = [len(self.results[table].get(setting, {}).get(method, {})) for method in methods]
             several = ", ".join(map(str, seeds)) if len(set(seeds)) > 1 else seeds[0]
-            lines.append(f"| {setting} | {' | '.join(row)} | {several} |")
-        return "\n".join(lines)
+            lines.append([setting, *row, several])
+        return markdown.table(["", *methods, "seeds"], lines, "l" + "r" * len(methods) + "l")
 
     def gaps(
         self, table: str, score: str, settings: Sequence[str], better: str | Sequence[str], worse: Sequence[str]
     ) -> str:
         """How much a method is better than others, a row for each setting; or a row for each method in ``better``."""
         one = isinstance(better, str)
-        lines = [f"| {better} against | " if one else "| against | ", "|---|" + "---|" * len(worse)]
-        lines[0] += " | ".join(worse) + " |"
-        for setting, method in itertools.product(settings, [better] if isinstance(better, str) else better):
-            row = [self.gap(table, setting, score, method, other) for other in worse]
-            lines.append(f"| {setting if one else method} | {' | '.join(row)} |")
-        return "\n".join(lines)
+        rows = [
+            [setting if one else method, *(self.gap(table, setting, score, method, other) for other in worse)]
+            for setting, method in itertools.product(settings, [better] if isinstance(better, str) else better)
+        ]
+        return markdown.table([f"{better} against" if one else "against", *worse], rows, "l" * (len(worse) + 1))
 
     def claims_of(self, paper: str) -> str:
         """The claims of a paper with their verdicts, and a line about those that have not been run."""
-        lines = ["| claim | whose data | verdict | evidence |", "|---|---|---|---|"]
-        lines += [f"| {row}" for name, _, row in _rows(self.claims, self.tested) if name == paper]
+        rows = [row for name, _, row in _rows(self.claims, self.tested) if name == paper]
+        table = markdown.table(["claim", "whose data", "verdict", "evidence"], rows, "llll")
         absent: dict[tuple[str, str], dict[str, None]] = {}
         for claim, answers in zip(self.claims, self.tested, strict=True):
             if claim.paper.startswith(paper) and not answers:
@@ -193,21 +193,20 @@ class Evidence:
             f"{where} ({better}{' over ' if worse else ''}{', '.join(worse)})"
             for (where, better), worse in absent.items()
         ]
-        return "\n".join(lines) + (f"\n\nThese claims have not been run: {'; '.join(shown)}." if shown else "")
+        return table + (f"\n\nThese claims have not been run: {'; '.join(shown)}." if shown else "")
 
     def headlines(self) -> str:
         """The headline claims with their verdicts, also those that have not been run."""
-        lines = ["| paper | claim | whose data | verdict | evidence |", "|---|---|---|---|---|"]
-        rows = _rows(self.claims, self.tested, absent=True)
-        return "\n".join([*lines, *(f"| {name} | {row}" for name, first, row in rows if first)])
+        rows = [[name, *row] for name, first, row in _rows(self.claims, self.tested, absent=True) if first]
+        return markdown.table(["paper", "claim", "whose data", "verdict", "evidence"], rows, "lllll")
 
     def counted(self) -> str:
         """The numbers of comparisons with each answer."""
-        return "\n".join(claims.counted(self.claims, self.tested))
+        return claims.counted(self.claims, self.tested)
 
     def cells(self) -> str:
         """The numbers of cells by paper."""
-        return "\n".join(report.coverage(list(self.tables.values()), self.results))
+        return report.coverage(list(self.tables.values()), self.results)
 
 
 def functions_of(experiments: Path = EXPERIMENTS) -> dict[str, Callable[..., Any]]:
@@ -222,7 +221,7 @@ def functions_of(experiments: Path = EXPERIMENTS) -> dict[str, Callable[..., Any
 
 def _rows(
     claimed: Sequence[claims.Claim], tested: Sequence[claims.Tested], absent: bool = False
-) -> Iterator[tuple[str, bool, str]]:
+) -> Iterator[tuple[str, bool, list[str]]]:
     """Yields (paper, whether it is a headline, row of a table). A claim about several methods is one row.
 
     absent: also the claims that have not been run.
@@ -244,11 +243,7 @@ def _rows(
         others = claims.others([claim.worse for claim, _ in pairs])
         data = data if first.kind == "stand-in" else f"the paper's: {data}"
         verdict += " (stand-in)" * (first.kind == "stand-in")
-        yield (
-            name,
-            first.headline,
-            f"{text.replace('{worse}', others)} | {data} | {verdict} | {linked} |",
-        )
+        yield name, first.headline, [text.replace("{worse}", others), data, verdict, linked]
 
 
 def main() -> None:

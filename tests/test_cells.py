@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import cells
+from experiments import cells, markdown
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 CELLS = [("a", "x"), ("a", "y"), ("b", "x")]
@@ -30,7 +30,7 @@ def test_a_killed_run_continues(form, tmp_path, monkeypatch, capsys) -> None:
         return {"cell": cell, "sum": rounds + 3} if form == "list" else {"sum": rounds + 3}
 
     def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, str]:
-        return {"page.md": cells.table(["cell", "sum"], [[" ".join(c), f"{e['sum']}"] for c, e in found.items()])}
+        return {"page.md": markdown.table(["cell", "sum"], [[" ".join(c), f"{e['sum']}"] for c, e in found.items()])}
 
     cell_of = (lambda entry: tuple(entry["cell"])) if form == "list" else None
     experiment = cells.Experiment("toy", CELLS, compute, lambda entry: f"{entry['sum']}", report, cell_of)
@@ -63,4 +63,4 @@ def test_the_pages_are_those_of_the_results(name) -> None:
     found = experiment.read(RESULTS / f"{name}.json")
     assert list(found) == experiment.cells
     for file, content in experiment.report(found).items():
-        assert not isinstance(content, str) or content == (RESULTS / file).read_text(), f"draw {file} again"
+        assert not isinstance(content, str) or f"{content}\n" == (RESULTS / file).read_text(), f"draw {file} again"

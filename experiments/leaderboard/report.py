@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 import fedjax_drift as fd
+from experiments import markdown
 from experiments.leaderboard import entrants, runner
 from experiments.leaderboard.entrants import ENTRANTS, FEDERATIONS
 
@@ -145,12 +146,9 @@ def table(federation: str, rows: Sequence[Row]) -> str:
     base = next((one for one in rows if one.name == BASELINE), None)
     gaps = {one.name: fd.statistics.mean(one.accuracy - base.accuracy) for one in rows if base and one.name != BASELINE}
     corrected = dict(zip(gaps, fd.statistics.holm([gap.p for gap in gaps.values()]), strict=True))
-    lines = [
-        f"## {federation}\n",
-        f"| algorithm | accuracy (%) | vs {BASELINE} | rounds to {100 * target:g} % | CPU s | MB | worst 10 % | "
-        "own models | own, worst 10 % | setting |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
-    ]
+    columns = ["algorithm", "accuracy (%)", f"vs {BASELINE}", f"rounds to {100 * target:g} %", "CPU s", "MB"]
+    columns += ["worst 10 %", "own models", "own, worst 10 %", "setting"]
+    lines = []
     for one in sorted(rows, key=lambda one: (ENTRANTS[one.name].personal, -one.accuracy.mean())):
         gap = f"{gaps[one.name].value:+.2f}" if one.name in gaps else "-"
         reached = one.to_target[np.isfinite(one.to_target)]
@@ -158,18 +156,17 @@ def table(federation: str, rows: Sequence[Row]) -> str:
         costs = [f"{reached.mean():.0f}{some}" if len(reached) else "-", "-", "-"]
         if len(reached) == len(one.to_target):  # the mean over some of the runs would be too small
             costs[1:] = (f"{reached.mean() * each:.1f}" for each in (one.seconds, one.megabytes))
-        setting = ", ".join(f"{key}={value:g}" for key, value in one.setting.items())
+        diverged = f" ({one.diverged} of {len(one.accuracy)} diverged)" if one.diverged else ""
         cells = [
             one.name,
-            "{:.2f} ± {:.2f}".format(*fd.statistics.mean(one.accuracy)[:2])
-            + f" ({one.diverged} of {len(one.accuracy)} diverged)" * (one.diverged > 0),
+            markdown.interval(one.accuracy) + diverged,
             f"**{gap}**" if corrected.get(one.name, 1.0) <= fd.statistics.SIGNIFICANT else gap,
             *costs,
             *(f"{values.mean():.1f}" for values in (one.worst, one.own, one.own_worst)),
-            setting,
+            markdown.words(one.setting, "="),
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    return f"## {federation}\n\n{markdown.table(columns, lines, 'lrrrrrrrrl')}\n"
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------

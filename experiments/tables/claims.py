@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fedjax_drift as fd
+from experiments import markdown
 from experiments.tables.comparison import Comparison, Runs, Verdict, compare, looks_of, reaches
 from experiments.tables.papers import Cell, Table, check_name
 
@@ -265,15 +266,15 @@ def section(claims: Sequence[Claim], tested: Sequence[Tested]) -> Iterator[str]:
         "",
         THE_RULE,
         "",
-        *counted(claims, tested),
+        counted(claims, tested),
         "",
-        "| paper | claim | data | evidence | verdict |",
-        "|---|---|---|---|---|",
     )
+    rows = []
     for claim, answers in zip(claims, tested, strict=True):
         shown = [f"{s}: {answers[s].answer.text}" if s in answers else f"{s}: not run" for s in claim.settings]
         paper = f"[{claim.paper}]({claim.table}.md)" if answers else claim.paper
-        yield f"| {paper} | {claim.text} | {claim.data} | {'; '.join(shown)} | {verdict(claim, answers)} |"
+        rows.append([paper, claim.text, claim.data, "; ".join(shown), verdict(claim, answers)])
+    yield markdown.table(["paper", "claim", "data", "evidence", "verdict"], rows, "lllll")
     notes: dict[str, list[str]] = {}
     for claim, answers in zip(claims, tested, strict=True):
         if claim.note and "fails" in verdict(claim, answers):
@@ -283,14 +284,12 @@ def section(claims: Sequence[Claim], tested: Sequence[Tested]) -> Iterator[str]:
     yield ""
 
 
-def counted(claims: Sequence[Claim], tested: Sequence[Tested]) -> list[str]:
+def counted(claims: Sequence[Claim], tested: Sequence[Tested]) -> str:
     """A table with the number of comparisons (a claim in a setting) with each answer, by paper and kind of data."""
     counts: dict[tuple[str, str], list[str]] = {}
     for claim, answers in zip(claims, tested, strict=True):
         words = [word(answers.get(setting)) for setting in claim.settings]
         counts.setdefault((claim.paper.partition(",")[0], claim.kind), []).extend(words)
-    lines = ["| paper | data | comparisons | hold | fail | equal | open | not run |", "|---|---|" + "---:|" * 6]
-    for (paper, kind), words in counts.items():
-        numbers = [words.count(each) for each in VERDICTS.values()]
-        lines.append(f"| {paper} | {kind} | {len(words)} | " + " | ".join(map(str, numbers)) + " |")
-    return lines
+    rows = [[*key, len(words), *map(words.count, VERDICTS.values())] for key, words in counts.items()]
+    columns = ["paper", "data", "comparisons", "hold", "fail", "equal", "open", "not run"]
+    return markdown.table(columns, rows)

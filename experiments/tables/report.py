@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from experiments import markdown
 from experiments.tables import claims
 from experiments.tables.claims import Claim, Results
 from experiments.tables.comparison import (
@@ -111,7 +112,7 @@ def _page(table: Table, folder: Path, ours: Results, pictures: Sequence[Path]) -
         shown = [s for s in table.settings.values() if _has(s, score) and _scored(score, ours.get(s.name, {}))]
         if shown:
             yield from ("", f"## {score.name}", "")
-            yield from _comparison(table, score, shown, ours)
+            yield _comparison(table, score, shown, ours)
     yield from ("", *_legend(table, ours))
     verdicts = list(orderings(table, ours))
     if verdicts:
@@ -152,10 +153,8 @@ def _caption(table: Table, ours: Results) -> Iterator[str]:
         yield "◁ at the right edge is the published number. It does not belong to a round."
 
 
-def _comparison(table: Table, score: Score, shown: Sequence[Setting], ours: Results) -> Iterator[str]:
-    methods = [m for m in table.methods if any(m in ours[setting.name] for setting in shown)]
-    yield "| setting | | " + " | ".join(methods) + " |"
-    yield "|---|---|" + "---:|" * len(methods)
+def _comparison(table: Table, score: Score, shown: Sequence[Setting], ours: Results) -> str:
+    methods, lines = [m for m in table.methods if any(m in ours[setting.name] for setting in shown)], []
     for setting in shown:
         printed = setting.printed.get(score.name, {})
         values = {method: values_of(score, runs) for method, runs in ours[setting.name].items()}
@@ -170,8 +169,8 @@ def _comparison(table: Table, score: Score, shown: Sequence[Setting], ours: Resu
                 else "-"
                 for m in methods
             ]
-        for number, (what, cells) in enumerate(rows.items()):
-            yield f"| {setting.name if number == 0 else ''} | {what} | " + " | ".join(cells) + " |"
+        lines += [[setting.name if n == 0 else "", what, *rows[what]] for n, what in enumerate(rows)]
+    return markdown.table(["setting", "", *methods], lines, "ll" + "r" * len(methods))
 
 
 def _ours(values: Sequence[float], score: Score, runs: Mapping[int, Result]) -> str:
@@ -203,9 +202,7 @@ def _legend(table: Table, ours: Results) -> Iterator[str]:
 
 
 def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
-    yield "| setting | method | seeds | rounds | minutes | hardware | commit | date |"
-    yield "|---|---|---|---:|---:|---|---|---|"
-    commands, tunings = [], []
+    rows, commands, tunings = [], [], []
     for name, methods in ours.items():
         for method, runs in methods.items():
             # The seconds of a run are those of its whole sweep.
@@ -214,8 +211,8 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
             about = [", ".join(sorted({getattr(run, what) or "?" for run in runs.values()}))
                      for what in ("hardware", "commit", "date")]  # fmt: skip
             seeds = ", ".join(map(str, sorted(runs)))
-            yield f"| {name} | {method} | {seeds} | {rounds} | {minutes:.1f} | " + " | ".join(about) + " |"
-            commands.append(f"{next(iter(runs.values())).command}")
+            rows.append([name, method, seeds, rounds, f"{minutes:.1f}", *about])
+            commands.append(next(iter(runs.values())).command)
             cell = table.settings[name].cells[method]
             if tuned := read_tuned(cell, folder):
                 share, whole = tuned[0].validation, cell.options["rounds"]
@@ -226,6 +223,8 @@ def _runs(table: Table, folder: Path, ours: Results) -> Iterator[str]:
                     f"- {name}, {method}: {best} (best of {len(tuned)} combinations after {tuned[0].rounds} of "
                     f"{whole} rounds{on}, another seed than those reported)"
                 )
+    columns = ["setting", "method", "seeds", "rounds", "minutes", "hardware", "commit", "date"]
+    yield markdown.table(columns, rows, "lllrrlll")
     every = [run for methods in ours.values() for runs in methods.values() for run in runs.values()]
     versions = dict.fromkeys(", ".join(f"{name} {number}" for name, number in run.versions.items()) for run in every)
     yield from ("", f"Versions: {'; '.join(versions)}." + (ENDED_EARLY if any(run.reached for run in every) else ""))
@@ -319,16 +318,9 @@ def _verdict_lines(table: Table, verdicts: Sequence[Verdict]) -> Iterator[str]:
     tested = [verdict for verdict in verdicts if verdict.interval]
     if tested:
         level = " or ".join(dict.fromkeys(f"{100 * verdict.looks.confidence:g} %" for verdict in tested))
-        yield from (
-            "",
-            "| setting | score | claim | holds in the published numbers | holds in ours | better by, "
-            f"{level} interval |",
-            "|---|---|---|---|---|---|",
-        )
-    for verdict in tested:
-        claim = f"{verdict.a} better than {verdict.b}"
-        row = [verdict.setting, verdict.score, claim, verdict.printed, verdict.word, verdict.answer.text]
-        yield f"| {' | '.join(row)} |"
+        columns = ["setting", "score", "claim", "holds in the published numbers", "holds in ours"]
+        rows = [[v.setting, v.score, f"{v.a} better than {v.b}", v.printed, v.word, v.answer.text] for v in tested]
+        yield from ("", markdown.table([*columns, f"better by, {level} interval"], rows, "llllll"))
     untested: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
         if not verdict.interval:
@@ -385,7 +377,7 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
         "stand in for those that are not available here, and settings of our own."
     )
     results = {table.name: ours for table, ours, _ in everything}
-    yield from ("", *coverage([table for table, *_ in everything], results))
+    yield from ("", coverage([table for table, *_ in everything], results))
     yield (
         f'\nThe column "difference" compares our numbers with the published ones. It counts the numbers that are '
         f"{BETTER} better, {WORSE} worse, {EQUAL} equal within a margin, and {OPEN} undecided with these seeds. "
@@ -398,20 +390,18 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
         f"{PRINTED_OR_NOT[0]}. "
         f'The column "orders, others" counts {PRINTED_OR_NOT[1]}.'
     )
-    yield from (
-        "",
-        "| table | content | run | difference | orders, published | orders, others | needed for the rest |",
-        "|---|---|---|---|---|---|---|",
-    )
+    columns = ["table", "content", "run", "difference", "orders, published", "orders, others", "needed for the rest"]
+    rows = []
     for table, ours, verdicts in everything:
         linked = f"[{table.paper}]({table.name}.md)" if ours else table.paper
         orders = [" / ".join(map(str, counts)) if sum(counts) else "-" for counts in _two_counts(verdicts)]
-        shown = [status(table, ours), _marks_of(table, ours), *orders, "; ".join(sorted(_missing(table, ours)))]
-        yield f"| {linked} | {table.title} | " + " | ".join(shown) + " |"
+        needed = "; ".join(sorted(_missing(table, ours)))
+        rows.append([linked, table.title, status(table, ours), _marks_of(table, ours), *orders, needed])
+    yield from ("", markdown.table(columns, rows, "lllllll"))
     yield from ("", "[orderings.md](orderings.md) lists the claims that were tested.")
 
 
-def coverage(tables: Sequence[Table], results: Mapping[str, Results]) -> list[str]:
+def coverage(tables: Sequence[Table], results: Mapping[str, Results]) -> str:
     """Returns a table of the cells for which a paper prints a number. A cell that several tables share counts once.
 
     results: those of each table.
@@ -425,12 +415,9 @@ def coverage(tables: Sequence[Table], results: Mapping[str, Results]) -> list[st
                 file = setting.cells[method].file
                 of_paper[file] = max(seeds, of_paper.get(file, 0))
     numbers = {paper: [sum(n >= least for n in of.values()) for least in (0, 1, FIRST)] for paper, of in counts.items()}
-    numbers["all"] = [sum(column) for column in zip(*numbers.values(), strict=True)]
-    lines = [
-        f"| paper | cells with a printed number | run at full scale | with {FIRST} seeds or more |",
-        "|---|" + "---:|" * 3,
-    ]
-    return [*lines, *(f"| {paper} | {' | '.join(map(str, row))} |" for paper, row in numbers.items())]
+    numbers["all"] = [sum(column) for column in zip([0] * 3, *numbers.values(), strict=True)]
+    columns = ["paper", "cells with a printed number", "run at full scale", f"with {FIRST} seeds or more"]
+    return markdown.table(columns, [[paper, *row] for paper, row in numbers.items()])
 
 
 def _marks_of(table: Table, ours: Results) -> str:
@@ -469,9 +456,8 @@ def _orderings(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> It
         by_table.append((table, new))
     yield from ("", f'"Published" counts {PRINTED_OR_NOT[0]}. "Others" counts {PRINTED_OR_NOT[1]}.', "")
     columns = [f"{word}, {where}" for where in ("published", "others") for word in WORDS]
-    yield from (f"| table | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns))
     by_table = [(table, verdicts) for table, verdicts in by_table if verdicts]
-    for table, verdicts in by_table:
-        yield f"| {table.paper} | " + " | ".join(str(n) for counts in _two_counts(verdicts) for n in counts) + " |"
+    rows = [[table.paper, *itertools.chain(*_two_counts(verdicts))] for table, verdicts in by_table]
+    yield markdown.table(["table", *columns], rows)
     for table, verdicts in by_table:
         yield from ("", f"## {table.paper}", "", *_verdict_lines(table, verdicts))
