@@ -279,7 +279,7 @@ def test_a_changed_row_of_the_page_of_agreement_is_printed_with_its_old_value(tm
 
 def test_import_does_not_import_heavy_packages() -> None:
     heavy = ("tensorflow", "tensorflow_datasets", "matplotlib", "PIL", "tqdm", "orbax", "pandas", "scipy.stats")
-    heavy += ("datasets", "flwr_datasets", "pyarrow", "torch", "requests")
+    heavy += ("datasets", "flwr_datasets", "pyarrow", "torch", "requests", "flax.nnx")
     program = f"import fedjax_drift, sys; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -23,7 +23,6 @@ from fedjax_drift.models.layers import cosine_logits
 from fedjax_drift.models.networks import CNN, DIN, MLP, LigandAndTarget, MeanOfTokens, Projected, ResNet18, SimpleCNN
 from fedjax_drift.models.pretrained import load, load_params, save, save_params
 from fedjax_drift.models.torch_layout import to_torch
-from fedjax_drift.models.transformers import Blocks, Decoder, Encoder, ViT
 from fedjax_drift.recipes import recorded
 from fedjax_drift.spec import Count, Fix, Flag, Fraction, Shape, checked
 
@@ -275,7 +274,7 @@ def vit(
             f"use patch={math.gcd(*sides)}, or a divisor of it",
         )
     blocks = {"image": input_shape, "patch": patch} | _blocks(width, depth, heads, dropout)
-    return _transformer(ViT, input_shape, **blocks, num_classes=num_classes, **flags)
+    return _transformer("ViT", input_shape, **blocks, num_classes=num_classes, **flags)
 
 
 @checked
@@ -309,7 +308,7 @@ def encoder(
     """
     blocks = {"bert": bert} | _blocks(width, depth, heads, dropout)
     options = {"num_classes": num_classes, "vocabulary": vocabulary, "length": length}
-    return _transformer(Encoder, (length,), **blocks, **options, **flags)
+    return _transformer("Encoder", (length,), **blocks, **options, **flags)
 
 
 @checked
@@ -336,7 +335,7 @@ def decoder(
       ValueError: ``heads`` does not divide ``width``.
     """
     blocks = _blocks(width, depth, heads, dropout)
-    return _transformer(Decoder, (length,), **blocks, remat=remat, vocabulary=vocabulary, length=length)
+    return _transformer("Decoder", (length,), **blocks, remat=remat, vocabulary=vocabulary, length=length)
 
 
 def _blocks(width: int, depth: int, heads: int, dropout: float) -> dict[str, Any]:
@@ -347,10 +346,13 @@ def _blocks(width: int, depth: int, heads: int, dropout: float) -> dict[str, Any
 
 
 @recorded
-def _transformer(network: Any, input_shape: tuple[int, ...], **options: Any) -> Model:
+def _transformer(name: str, input_shape: tuple[int, ...], **options: Any) -> Model:
+    from fedjax_drift.models import transformers  # flax.nnx would take a tenth of the time to import fedjax_drift
+
     input_dtype = jnp.float32 if len(input_shape) == 3 else jnp.int32
-    blocks = Blocks(**{name: options[name] for name in Blocks._fields})
-    others = {name: value for name, value in options.items() if name not in Blocks._fields}
+    network, of_blocks = getattr(transformers, name), transformers.Blocks._fields
+    blocks = transformers.Blocks(**{name: options[name] for name in of_blocks})
+    others = {name: value for name, value in options.items() if name not in of_blocks}
     make = lambda rngs: network(**others, blocks=blocks, rngs=rngs)  # noqa: E731
     model = Model.from_nnx(make, input_shape, input_dtype=input_dtype)
     return model._replace(cosine=options.get("cosine", False), vocabulary=options.get("vocabulary"))
