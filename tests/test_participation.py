@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from small import assert_close, assert_equal, rounds, thorough
 from test_algorithms import small
 
@@ -18,6 +19,7 @@ from fedjax_drift.participation.availability import Restricted
 from fedjax_drift.round.cohort import select
 from fedjax_drift.round.engine import round_keys
 from fedjax_drift.round.selection import PARTICIPATION, available
+from fedjax_drift.simulation.selection import selection_of
 from fedjax_drift.testing import contract_simulation
 
 SIZES = np.array([3, 8, 5, 12, 1, 7, 9, 4])
@@ -276,6 +278,15 @@ def test_exact_power_of_choice_evaluates_the_present_model(data) -> None:
             losses = np.add.reduceat(np.asarray(rows), data.offsets) / SIZES
             state, info = sim.round_fn(state)
             assert set(np.asarray(info["cohort"])) == set(np.argsort(-losses)[:K])
+
+
+def test_only_rules_that_call_losses_ask_for_those_of_the_present_model() -> None:
+    """Such a rule costs a forward pass over the clients, and its cohorts cannot be selected ahead."""
+    of_losses = fd.participation.Participation(
+        lambda state, key, t, K, clients: (lax.top_k(clients.losses(jnp.arange(N)), K)[1], None)
+    )
+    of_sizes = fd.participation.Participation(lambda state, key, t, K, clients: (lax.top_k(clients.sizes, K)[1], None))
+    assert [selection_of(rule, N, K).asks_losses for rule in (of_losses, of_sizes)] == [True, False]
 
 
 def test_cyclic_participation_equals_a_numpy_loop(data) -> None:
