@@ -470,6 +470,17 @@ def first_of(state, key, t, K, clients):
     return jnp.arange(K)[: int(t) + K], None
 
 
+def updated_by(change):
+    """FedAvg whose clients send ``change(D, server)`` instead of their update D."""
+
+    def client_update(server, client, work):
+        result = FEDAVG.client_update(server, client, work)
+        return result._replace(message=change(result.message, server))
+
+    return FEDAVG._replace(client_update=client_update)
+
+
+KEPT: list = []
 LINEAR, BOOL, NUMPY = fd.models.linear((3,), 3), "need a value: use jnp.where", "use jnp.mean instead of np.mean"
 RULE = fd.participation.Participation(init=lambda key, clients: (), select=first_of, name="first", distinct=True)
 UNTRACEABLE = {
@@ -479,6 +490,15 @@ UNTRACEABLE = {
     "client_update, if": ({"algorithm": FEDAVG._replace(client_update=branching)}, BOOL),
     "server_update, numpy": ({"algorithm": FEDAVG._replace(server_update=with_numpy)}, NUMPY),
     "select, int": ({"participation": RULE}, "need a value: compute with the array"),
+    "a method of PyTorch": (
+        {"algorithm": updated_by(lambda D, server: jax.tree.map(lambda a: a.mul_(2), D))},
+        "not those of PyTorch",
+    ),
+    "an element": ({"model": LINEAR._replace(loss=lambda z, y: z.__setitem__(0, 1.0))}, "x.at[i].set(value)"),
+    "a variable": ({"algorithm": updated_by(lambda D, server: KEPT.append(D) or KEPT[0])}, "has left its function"),
+    "a field": ({"algorithm": updated_by(lambda D, server: setattr(server, "params", D))}, "return server._replace"),
+    "dicts": ({"algorithm": updated_by(lambda D, server: D - server.params)}, "jax.tree.map(jnp.subtract, a, b)"),
+    "a format": ({"algorithm": updated_by(lambda D, server: f"{jax.tree.leaves(D)[0]:.2f}")}, "jax.debug.print"),
 }
 
 
@@ -488,8 +508,15 @@ def test_a_note_says_what_to_write_instead_of_what_jax_cannot_trace(options, not
         sim = simulation(**options)
         sim.run(sim.init(jax.random.key(0)), 1, progress=False)
 
-    with pytest.raises((checks.ConfigurationError, *retries.UNTRACEABLE)) as error:
+    with pytest.raises((checks.ConfigurationError, *retries.UNTRACEABLE, AttributeError, TypeError)) as error:
         use()
     (added,) = (each for each in error.value.__notes__ if "fedjax_drift" in each)
     assert note in added and "Functions that JAX cannot trace" in added
     assert "input_shape" not in str(error.value), "a wrong hint"
+
+
+def test_a_note_says_what_the_server_received() -> None:
+    sim = simulation(algorithm=updated_by(lambda D, server: (D, 1.0)))
+    with pytest.raises(ValueError, match="structure") as error:
+        sim.round_fn(sim.init(jax.random.key(0)))
+    assert any("received this mean of the messages: ({" in note for note in error.value.__notes__)

@@ -144,6 +144,13 @@ def test_the_design_page_links_all_deviations() -> None:
     assert set(linked) == deviating and len(linked) == len(deviating)
 
 
+def test_every_table_has_a_header() -> None:
+    """An empty line within a table ends it, and the rows after it are shown as text."""
+    tables = [rows for page in PAGES for rows in re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE)]
+    assert len(tables) > 100
+    assert not [rows for rows in tables if not re.match(r".*\n\|[ :|-]+\n", rows)]
+
+
 def errors() -> list[tuple[str, str]]:
     return re.findall(r"^\| `(.*?)` \| `(.*)` \|$", (ROOT / "docs" / "errors.md").read_text(), re.MULTILINE)
 

@@ -173,6 +173,8 @@ def test_namespaces_list_their_public_names_only() -> None:
     for namespace in namespaces:
         assert dir(namespace) == sorted(namespace.__all__), namespace.__name__
         assert all(hasattr(namespace, name) for name in namespace.__all__)
+        modules = [name for name in namespace.__all__ if inspect.ismodule(getattr(namespace, name))]
+        assert namespace is fd or set(modules) <= {"names"}, "a module of the package has the name of a function"
 
 
 @pytest.mark.thorough

@@ -138,6 +138,34 @@ def test_the_parameters_of_a_client_are_those_that_are_evaluated(data, where, tm
             sim.personal_params(state, wrong)
 
 
+def test_a_note_to_an_if_in_personal(data) -> None:
+    algorithm = fd.algorithms.fedavg()
+    algorithm = algorithm._replace(personal=lambda server, client, work: server.params if work.size > 5 else None)
+    sim = simulate(data, algorithm=algorithm)
+    state = sim.init(jax.random.key(0))
+    for call in (lambda: sim.evaluate_clients(state), lambda: sim.personal_params(state, 0)):
+        with pytest.raises(jax.errors.TracerBoolConversionError) as error:
+            call()
+        assert any("use jnp.where" in note for note in error.value.__notes__)
+
+
+def test_a_number_that_decides_an_if_in_personal(data) -> None:
+    """Such a number cannot be an argument of the program. In a round, too, it becomes a constant."""
+
+    @fd.algorithm
+    def halved(least: float) -> fd.Algorithm:
+        def personal(server, client, work):
+            return jax.tree.map(lambda w: w / 2 if least > 0.5 else w, server.params)
+
+        return fd.algorithms.fedavg()._replace(personal=personal)
+
+    sim = simulate(data, algorithm=halved(0.7))
+    state, _ = sim.round_fn(sim.init(jax.random.key(0)))
+    sim.evaluate_clients(state)
+    sim.evaluate_new(state, data.only(range(3)), steps=2)
+    jax.tree.map(lambda v, w: np.testing.assert_array_equal(v, w / 2), sim.personal_params(state, 0), state.params)
+
+
 def test_numbers_of_any_type_become_python_numbers(data) -> None:
     """Arrays of one number cannot be hashed. They give the same training and fine-tuning as the number itself."""
     given = {

@@ -376,6 +376,27 @@ def test_bad_input() -> None:
         sim.round_fn(sim.init(jax.random.key(0)))
 
 
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (
+            {"aggregation": ROBUST(R.Rule(lambda s, stack, key: stack.each, name="own"))},
+            r"return \(message, state\), got",
+        ),
+        (
+            {"aggregation": ROBUST(R.Rule(lambda s, stack, key: (stack.each, s)))},
+            "combine of rule .* shapes of a message",
+        ),
+        ({"sources": [A.share(0.4, A.Attack(lambda seen: jnp.zeros(3)))]}, "send of attack .* shapes of a message"),
+    ],
+    ids=["a rule without a state", "a rule with all messages", "an attack"],
+)
+def test_what_rules_and_attacks_return_is_checked(options: dict, says: str) -> None:
+    sim = simulate(**options)
+    with pytest.raises(ConfigurationError, match=says):
+        sim.round_fn(sim.init(jax.random.key(0)))
+
+
 def test_messages_that_do_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     from fedjax_drift.simulation import validate
 

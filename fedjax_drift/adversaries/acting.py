@@ -73,7 +73,11 @@ def _acting(hostile: Callable[[jax.Array, int], jax.Array], attack: Attack) -> S
         seen = Seen(
             messages.each, reports & ~is_hostile, reports & is_hostile, ids, moment.key, judged(moment, messages)
         )
-        each, weight = seen.sent(attack.send(seen)), messages.weight
+        lie, one = attack.send(seen), jax.tree.map(lambda a: a[0], messages.each)
+        differ = [jnp.shape(a) for a in jax.tree.leaves(lie)] == [a.shape for a in jax.tree.leaves(messages.each)]
+        what = f"send of {attack.name} must return the shapes of a message"
+        tree.check_layout(lie, messages.each if differ else one, what, dtypes=False)
+        each, weight = seen.sent(lie), messages.weight
         if moment.engine.drop_nonfinite:
             weight = jnp.where(jax.vmap(tree.first_nonfinite)(each) < 0, weight, 0)
         sigma = seen.deviation

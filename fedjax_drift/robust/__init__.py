@@ -7,7 +7,7 @@ Rules: `median`, `trimmed_mean`, `meamed`, `geometric_median`, `krum`, `multi_kr
 a rule: `nnm`, `bucketing`, `arc`. Adversaries are in `fedjax_drift.adversaries`.
 """
 
-from fedjax_drift.recipes import recorded as rule
+from fedjax_drift.recipes import recorded
 from fedjax_drift.robust.before import arc, bucketing, nnm
 from fedjax_drift.robust.rule import Before, Rule, Stack
 from fedjax_drift.robust.rules import (
@@ -20,6 +20,8 @@ from fedjax_drift.robust.rules import (
     multi_krum,
     trimmed_mean,
 )
+
+rule = recorded  # after the imports: that of the module `fedjax_drift.robust.rule` sets the same name
 
 __all__ = [
     "Before", "Rule", "Stack", "arc", "bucketing", "centered_clipping", "cge", "geometric_median", "krum", "meamed",

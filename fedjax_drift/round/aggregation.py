@@ -175,7 +175,12 @@ def robust(rule: RobustRule, before: Preparations = (), parts: Parts | None = No
             enough &= stack.n > 2 * step.f
             stack = step.change(stack, jax.random.fold_in(key, i))
         enough &= stack.n > 2 * rule.f
-        message, state = rule.combine(state, stack, jax.random.fold_in(key, len(before)))
+        combined = rule.combine(state, stack, jax.random.fold_in(key, len(before)))
+        if not isinstance(combined, tuple) or len(combined) != 2:
+            checks.refuse(f"combine of {rule.name} must return (message, state)", checks.type_of(combined))
+        message, state = combined
+        one = jax.tree.map(lambda a: a[0], stack.each)
+        tree.check_layout(message, one, f"combine of {rule.name} must return the shapes of a message", dtypes=False)
         return message, enough, state
 
     name = ", ".join([repr(rule), *map(repr, before)])

@@ -35,7 +35,12 @@ def update_server(engine: Engine, state: ServerState, assigned: Assignment, trai
         return Round(state.round, shared.lr, share, N, mean_size, received.surveyed, engine.model)
 
     def update(server: Any, received: Received) -> Any:
-        new = algorithm.server_update(server, received.total, context(received))
+        try:
+            new = algorithm.server_update(server, received.total, context(received))
+        except (TypeError, ValueError) as error:  # often from jax.tree.map of trees with different structures
+            mean = jax.tree.map(lambda a: f"{a.dtype}{[*a.shape]}", received.total)
+            error.add_note(f"server_update of {algorithm.name} received this mean of the messages: {mean!s:.500}")
+            raise
         return tree.cast_like(new, server, f"{algorithm.name}: the updated server")
 
     def report(server: Any, received: Received) -> Metrics:

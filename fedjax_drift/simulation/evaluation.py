@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -28,9 +28,11 @@ from fedjax_drift.simulation.executor import Executor
 from fedjax_drift.simulation.host import Fetched
 from fedjax_drift.simulation.options import Options
 from fedjax_drift.simulation.records import loss_message
+from fedjax_drift.simulation.retries import traceable
 from fedjax_drift.simulation.setup import assemble
 from fedjax_drift.types import Params, ServerState
 
+T = TypeVar("T")
 HELD_OUT = 0.2  # the share of a new client's examples on which it is evaluated, if it has no test examples
 
 
@@ -168,7 +170,7 @@ def personal_params(executor: Executor, state: ServerState, client: int | str) -
         now = executor.with_states(state, fetched)
         return executor.programs.personal_models()(now, fetched.arrays.rows, fetched.cohort)
 
-    return jax.tree.map(lambda leaf: leaf[0], executor.fit(call, state))
+    return jax.tree.map(lambda leaf: leaf[0], _launched(executor, call, state))
 
 
 def _has_own_models(executor: Executor) -> bool:
@@ -195,6 +197,11 @@ def _personal_scores(executor: Executor, state: ServerState, local: LocalTrainin
     return _in_chunks(executor, state, local, program)
 
 
+def _launched(executor: Executor, call: Callable[[], T], state: ServerState) -> T:
+    """Returns ``call()``, which launches a program with functions of the algorithm, with fewer lanes or constants."""
+    return executor.fit(lambda: traceable(call, executor.use_constants), state)
+
+
 def _in_chunks(
     executor: Executor, state: ServerState, local: LocalTraining | None, program: Callable[[], Callable]
 ) -> dict[str, np.ndarray]:
@@ -208,5 +215,5 @@ def _in_chunks(
         def call(now: Any = now, fetched: Fetched = fetched, tests: Any = tests) -> dict[str, jax.Array]:
             return program()(now, fetched.arrays.rows, fetched.cohort, tests)
 
-        chunks.append(jax.device_get(executor.fit(call, now)))
+        chunks.append(jax.device_get(_launched(executor, call, now)))
     return {name: np.concatenate([sums[name] for sums in chunks])[: setup.data.num_clients] for name in chunks[0]}

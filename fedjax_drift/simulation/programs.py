@@ -151,7 +151,7 @@ class Programs:
 
     def personal_models(self) -> Callable:
         """Returns the program ``(state, rows, clients) -> models``. See `personal.personal_models`."""
-        form, numbers = split(_selecting_nobody(self.engine))
+        form, numbers = split(_selecting_nobody(self.engine), self.constant)
         program = _program(personal.personal_models, form)
         return partial(launch, self.engine.mesh, program, _placed(self.engine, numbers), self.frozen)
 
@@ -163,7 +163,7 @@ class Programs:
         engine = self.engine if local is None else with_local(self.engine, local, sizes)
         if engine.algorithm.personal is None:  # different algorithms then share the program
             engine = engine._replace(algorithm=None)  # type: ignore[arg-type]
-        form, numbers = split(_selecting_nobody(engine))
+        form, numbers = split(_selecting_nobody(engine), self.constant)
         program = _program(personal.personal_scores, form, None, local is not None, eval_batch_size)
         return partial(launch, engine.mesh, program, _placed(engine, numbers), self.frozen)
 
@@ -173,7 +173,7 @@ class Programs:
         engine = with_local(self.engine, local, sizes)
         if engine.algorithm.personal is None and engine.algorithm.adapt is None:
             engine = engine._replace(algorithm=None, message=None)  # type: ignore[arg-type]
-        form, numbers = split(_selecting_nobody(engine))
+        form, numbers = split(_selecting_nobody(engine), self.constant)
         program = _program(personal.new_scores, form, None, eval_batch_size)
         return partial(launch, engine.mesh, program, _placed(engine, numbers), self.frozen)
 

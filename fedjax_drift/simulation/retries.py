@@ -7,28 +7,36 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-import jax
+from jax import errors
 
 from fedjax_drift.devices.memory import out_of_memory
 
 T = TypeVar("T")
-UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.JAXIndexError)  # JAX raises these for a tracer instead of a constant
-INSTEAD: dict[type[Exception], str] = {  # what to write instead of what needs values; the first that fits
-    jax.errors.TracerBoolConversionError: "`if`, `while`, `and` and `or` need a value: use jnp.where(condition, a, b), "
+UNTRACEABLE = (errors.JAXTypeError, errors.JAXIndexError)  # JAX raises these for a tracer instead of a constant
+INSTEAD = {  # the beginning of an error, a regular expression: what to write instead; the first that fits
+    "TracerBoolConversionError": "`if`, `while`, `and` and `or` need a value: use jnp.where(condition, a, b), "
     "jax.lax.cond, jax.lax.while_loop, & and |",
-    jax.errors.TracerArrayConversionError: "NumPy needs values: use jnp.mean instead of np.mean, and so on (import "
-    "jax.numpy as jnp)",
-    jax.errors.NonConcreteBooleanIndexError: "A boolean mask as an index needs values: use jnp.where(mask, x, 0)",
-    jax.errors.TracerIntegerConversionError: "range() and the index of a list need a value: use jax.lax.fori_loop, and "
+    "TracerArrayConversionError": "NumPy needs values: use jnp.mean instead of np.mean, and so on (import jax.numpy as "
+    "jnp)",
+    "NonConcreteBooleanIndexError": "A boolean mask as an index needs values: use jnp.where(mask, x, 0)",
+    "TracerIntegerConversionError": "range() and the index of a list need a value: use jax.lax.fori_loop, and "
     "jnp.asarray(values)[i]",
-    jax.errors.ConcretizationTypeError: "float(), int(), .item() and a shape need a value: compute with the array",
+    "ConcretizationTypeError": "float(), int(), .item() and a shape need a value: compute with the array",
+    "UnexpectedTracerError": "One has left its function in a variable, or in a dict that was changed: return a new "
+    "dict, and what later rounds need in the state of the client or of the server",
+    "AttributeError: .*Tracer": "They have the methods of NumPy arrays, and not those of PyTorch tensors",
+    "AttributeError: can't set attribute": "Named tuples do not change: return server._replace(name=value)",
+    "TypeError: .*item assignment": "They do not change: use x = x.at[i].set(value)",
+    "TypeError: unsupported operand.*'dict'": "Parameters are nested dicts: use jax.tree.map(jnp.subtract, a, b)",
+    "TypeError: .*Tracer": "Use the functions of jax.numpy, and jax.debug.print to see values",
 }
 
 
-def fitting(call: Callable[[], T], smaller: Callable[[jax.errors.JaxRuntimeError], None]) -> T:
+def fitting(call: Callable[[], T], smaller: Callable[[errors.JaxRuntimeError], None]) -> T:
     """Returns ``call()``. While it does not fit in a device's memory, ``smaller(error)`` is called before the next try.
 
     ``smaller`` raises an exception if nothing can be made smaller.
@@ -36,7 +44,7 @@ def fitting(call: Callable[[], T], smaller: Callable[[jax.errors.JaxRuntimeError
     while True:
         try:
             return call()
-        except jax.errors.JaxRuntimeError as error:
+        except errors.JaxRuntimeError as error:
             if not out_of_memory(error):
                 raise
             smaller(error)
@@ -63,7 +71,8 @@ def explained() -> Iterator[None]:
         yield
     except Exception as error:
         for each in (error, error.__cause__):  # a check of a function raises ConfigurationError from JAX's error
-            instead = next((text for kind, text in INSTEAD.items() if isinstance(each, kind)), None)
+            raised = f"{type(each).__name__}: {each}"
+            instead = next((text for begins, text in INSTEAD.items() if re.match(begins, raised, re.DOTALL)), None)
             if instead and not any(instead in note for note in getattr(error, "__notes__", ())):
                 error.add_note(
                     "fedjax_drift compiles the functions that you pass: JAX calls them once, with arrays that have a "
