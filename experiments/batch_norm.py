@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 import fedjax_drift as fd
+from experiments.tables.results import write_text
 
 LAST = 10  # rounds that are averaged
 OPTIONS: dict[str, tuple[str | None, fd.Algorithm]] = {
@@ -89,10 +90,9 @@ def main() -> None:
         table[name] = {"mean": values.mean(0).tolist(), "std": values.std(0).tolist()}
         cells = zip(values.mean(0), values.std(0), strict=True)
         print(f"{name:14}" + "".join(f"{mean:12.3f} ± {std:.3f}" for mean, std in cells), flush=True)
-    args.output.mkdir(parents=True, exist_ok=True)
     columns = ["update norm", "update cosine", "accuracy of the global model", "accuracy of own models"]
     results = {"rounds": args.rounds, "seeds": args.seeds, "columns": columns, "options": table}
-    (args.output / "batch_norm.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_text(args.output / "batch_norm.json", json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

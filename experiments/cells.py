@@ -34,7 +34,8 @@ class Experiment(NamedTuple):
     compute: Callable[..., Entry]  # compute(rounds, *cell)
     show: Callable[[Entry], str]  # what is printed about an entry
     report: Callable[[dict[Cell, Entry]], dict[str, Any]]  # file name -> text, or matplotlib's figure
-    # NAME.json is a list of entries, if they contain their cell. Otherwise it has objects in objects: cell by cell.
+    # If entries contain their cell, NAME.json is a list of them. Otherwise, there is an object for each name of a cell,
+    # one in the other: {"groups": {"FedAvg": entry}}.
     cell_of: Callable[[Entry], Cell] | None = None
 
     def read(self, file: Path) -> dict[Cell, Entry]:
@@ -49,13 +50,13 @@ class Experiment(NamedTuple):
 
     def write(self, file: Path, found: dict[Cell, Entry]) -> None:
         """Replaces the file atomically."""
-        objects: dict[str, Any] = {}
-        for (*outer, name), entry in found.items():
-            inside = objects
+        stored: Any = [*found.values()] if self.cell_of else {}
+        for (*outer, name), entry in () if self.cell_of else found.items():
+            inside = stored
             for each in outer:
                 inside = inside.setdefault(each, {})
             inside[name] = entry
-        write_text(file, json.dumps([*found.values()] if self.cell_of else objects) + "\n")
+        write_text(file, json.dumps(stored) + "\n")
 
 
 def main(experiment: Experiment, doc: str | None, rounds: int, output: Path | None = None) -> None:
@@ -112,4 +113,4 @@ def tuned(
 ) -> dict[str, float]:
     """The settings with the best mean accuracy over the last evaluations. build: ``build(**setting) -> simulation``."""
     runs = fd.sweep(build, rounds, [TUNING_SEED], settings, eval_every, progress=False)
-    return dict(max(runs, key=lambda run: np.nan_to_num(np.mean(accuracies(run)[-last:]))).setting)
+    return fd.tuning.best([run.setting for run in runs], [np.mean(accuracies(run)[-last:]) for run in runs])

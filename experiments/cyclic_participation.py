@@ -63,12 +63,13 @@ def federation(seed: int) -> fd.FederatedData:
 
 
 def simulate(
-    data: fd.FederatedData, rule: fd.participation.Participation, factory: Callable, lr: float, measure: str = "none",
-    **settings: float,
+    data: fd.FederatedData, rule: fd.participation.Participation, factory: Callable, lr: float,
+    measure: str | tuple = (), **settings: float,
 ) -> fd.Simulation:  # fmt: skip
     local = fd.LocalTraining(epochs=1, batch_size=50, lr=lr, clip_norm=10.0)
-    options = {"cohort_size": 10, "participation": rule, "measure": () if measure == "none" else measure}
-    return fd.Simulation(MODEL, data, factory(**settings), local=local, **options)
+    return fd.Simulation(
+        MODEL, data, factory(**settings), local=local, cohort_size=10, participation=rule, measure=measure
+    )
 
 
 @cache

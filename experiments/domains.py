@@ -124,7 +124,8 @@ def best_setting(
         runs = [scores(setting, factory, data, rounds, seed, **options) for seed, data in federations.items()]
         return float(np.mean([np.nan_to_num(run["mean"]) for run in runs]))
 
-    return dict(max(fd.grid(lr=LEARNING_RATES, **others), key=score))
+    grid = fd.grid(lr=LEARNING_RATES, **others)
+    return fd.tuning.best(grid, [score(options) for options in grid])
 
 
 def compute(rounds: int, kind: str, name: str) -> cells.Entry:

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 
 import fedjax_drift as fd
+from experiments.tables.results import write_text
 
 COHORT, DIMENSIONS = 10, 4000
 PARTITIONS = {
@@ -73,8 +74,7 @@ def main() -> None:
         results[name] = {"median_gain": medians, "effective_clients": effective}
         print(f"{name:12} {np.mean(medians):14.2f} ± {np.std(medians, ddof=1):.3f} {effective:24.1f}")
     if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        (args.output / "fedeve_noise.json").write_text(json.dumps(results, indent=1) + "\n")
+        write_text(args.output / "fedeve_noise.json", json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ import jax
 import numpy as np
 
 import fedjax_drift as fd
+from experiments.tables.results import write_text
 
 COHORT, EDGES = 10, np.linspace(-8, 8, 65)  # edges of the histogram in standard deviations
 
@@ -131,8 +132,7 @@ def main() -> None:
             )
             print(f"round {rounds}, {name}: excess kurtosis {figures}", flush=True)
     if arguments.output:
-        arguments.output.mkdir(parents=True, exist_ok=True)
-        (arguments.output / "fedeve_normality.json").write_text(json.dumps(results, indent=1) + "\n")
+        write_text(arguments.output / "fedeve_normality.json", json.dumps(results, indent=1) + "\n")
         draw(arguments.output)
 
 
