@@ -79,7 +79,10 @@ def main(experiment: Experiment, doc: str | None, rounds: int, output: Path | No
         print(f"{shown}, {time.perf_counter() - start:.0f} s", flush=True)
         if file:
             experiment.write(file, found)
-    for name, content in experiment.report(found).items() if folder else ():
+    if not folder:
+        return
+    ordered = {cell: found[cell] for cell in experiment.cells}
+    for name, content in experiment.report(ordered).items():
         if isinstance(content, str):
             write_text(folder / name, content + "\n")
         else:

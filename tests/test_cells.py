@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from experiments import cells, markdown
 
 RESULTS = Path(__file__).parents[1] / "experiments" / "results"
 CELLS = [("a", "x"), ("a", "y"), ("b", "x")]
-STORED = {
+STORED: dict[str, Any] = {
     "list": [{"cell": ["a", "x"], "sum": 7}, {"cell": ["a", "y"], "sum": 7}, {"cell": ["b", "x"], "sum": 7}],
     "objects": {"a": {"x": {"sum": 7}, "y": {"sum": 7}}, "b": {"x": {"sum": 7}}},
 }
@@ -49,6 +50,8 @@ def test_a_killed_run_continues(form, tmp_path, monkeypatch, capsys) -> None:
     assert json.loads((tmp_path / "toy.json").read_text()) == STORED[form]
     page = (tmp_path / "page.md").read_text()
     assert page == "| cell | sum |\n|---|---:|\n| a x | 7 |\n| a y | 7 |\n| b x | 7 |\n"
+    turned = STORED[form][::-1] if form == "list" else {name: STORED[form][name] for name in "ba"}
+    (tmp_path / "toy.json").write_text(json.dumps(turned))
     (tmp_path / "page.md").unlink()
     command("--draw", str(tmp_path))
     assert (tmp_path / "page.md").read_text() == page and len(computed) == 4
