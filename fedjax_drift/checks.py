@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from types import UnionType
+from types import FunctionType, UnionType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import jax
@@ -34,6 +34,17 @@ SCHEME = re.compile(r"(?:^|[/\\])([A-Za-z][A-Za-z0-9+.-]+):/")
 WITHIN = ("fedjax_drift", "contextlib", "jax")  # packages that a warning is not attributed to
 
 
+PLACES = {  # the name of a type: where its values are passed
+    "Aggregation": "Simulation(aggregation=aggregation)",
+    "Attack": "Simulation(sources=[fd.adversaries.share(0.2, attack)])",
+    "Codec": "fd.compression.compressed(algorithm, codec)",
+    "Participation": "Simulation(participation=participation)",
+    "Rule": "Simulation(aggregation=fd.aggregation.robust(rule))",
+    "Shift": "data.shifted(shift)",
+    "Source": "Simulation(sources=[source])",
+}
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Issues a warning that shows the file and the line of the code that called the library."""
     frame, level = sys._getframe(1), 2
@@ -44,6 +55,8 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 def shown(value: Any) -> str:
     """The text of a value in a message. Long values and values without a repr are shown as their type."""
+    if isinstance(value, FunctionType):
+        return f"the function {value.__name__}"
     try:
         text = repr(value)
     except Exception:  # a donated array, or an object whose __repr__ fails
@@ -256,8 +269,15 @@ def instance(name: str, value: Any, kind: type, fix: str = "", what: str = "") -
     """Returns the value. Raises ValueError unless it has the type ``kind``. what: says this in the message."""
     if not isinstance(value, kind):
         what = what or ("a string" if kind is str else f"of type {kind.__name__}")
-        refuse(f"{name} must be {what}", shown(value), fix)
+        refuse(f"{name} must be {what}", shown(value), place_of(value) or fix)
     return value
+
+
+def place_of(value: Any) -> str:
+    """What to do with a value that belongs somewhere else, or with a factory that was not called. "" if unknown."""
+    if isinstance(value, FunctionType) and hasattr(value, "__wrapped__"):
+        return f"call it, {value.__name__}(...)"
+    return f"pass {place}" if (place := PLACES.get(type(value).__name__)) else ""
 
 
 def path(name: str, value: Any, fix: str = "") -> Path:
@@ -307,6 +327,8 @@ def array(name: str, value: Any) -> np.ndarray:
         refuse(f"{name} must be an array, or lists that all have the same length", got, cause=error)
     if result.dtype.kind in "OSU" and result.ndim and not result.size:
         result = result.astype(np.float64)  # an empty array has no text and no objects
+    if result.dtype.kind in "OSU" and not result.ndim:
+        refuse(f"{name} must be a numeric array with at least one axis", shown(value))
     is_numeric = result.dtype.kind in "biuf" and result.dtype.itemsize <= 8 or result.dtype.name == "bfloat16"
     if result.ndim < 1 or not is_numeric:
         fix = "encode text as integers, and stack examples of the same shape"

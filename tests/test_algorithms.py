@@ -93,7 +93,7 @@ def test_the_contract_is_checked() -> None:
     for message, fault in faults.items():
         with pytest.raises((AssertionError, ValueError), match=message):
             check_contract(fedavg._replace(**fault, name="faulty"))
-    with pytest.raises(ValueError, match=r"call the factory, such as fd.algorithms.fedavg\(\)"):
+    with pytest.raises(ValueError, match=r"call it, fedavg\(\.\.\.\)"):
         check_contract(alg.fedavg)
 
 
@@ -359,7 +359,7 @@ BAD: list[tuple[Callable, str]] = [
     (lambda: alg.fedgvrgm(variate_momentum=False, literal="variate_momentum"), r"leave out one"),
     (lambda: run(alg.fedgvrgm(), lr=1e30), r"round 0: the evaluation that fedgvrgm uses must be finite"),
     (lambda: run(alg.fedavg(), model=counting()), r"parameters must have a floating dtype, got int32 at \['n'\]"),
-    (lambda: alg.partly_shared(alg.scaffold), r"base must be of type Algorithm, got .*: pass fd.algorithms.scaffold\("),
+    (lambda: alg.partly_shared(alg.scaffold), r"base must be of type Algorithm, got .*: call it, scaffold\("),
     (lambda: alg.partly_shared(alg.ditto()), r"base must be an algorithm without personal models, got ditto"),
     (lambda: run(alg.partly_shared(alg.fedlesam(), "out")), r"base must keep the global model in a field params of"),
     (lambda: run(alg.fedper()), r"personal must select leaves of the parameters \(hidden, out\), got 'classifier'"),

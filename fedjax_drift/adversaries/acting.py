@@ -17,7 +17,7 @@ from fedjax_drift.shift.rule import Example, Owner, Shift
 from fedjax_drift.spec import Fix, Mix, Seed
 from fedjax_drift.types import Metrics, PyTree
 
-ONE = Annotated[Attack, spec.instance(Attack), Fix("pass fd.adversaries.sign_flip(), for example")]
+ONE = Annotated[Attack, spec.instance(Attack), Fix("pass fd.adversaries.sign_flip(), or fd.adversaries.Attack(send)")]
 Ids = Annotated[
     Any, spec.array("client ids >= 0", lambda ids: spec.numbers(ids, 1, "iu") and ids.min() >= 0), Fix("pass [0, 3]")
 ]
@@ -59,7 +59,13 @@ def clients(ids: Ids, attack: ONE) -> Source:
       ids: integers >= 0.
       attack: such as ``fd.adversaries.sign_flip()``.
     """
-    return _acting(lambda of, N: jnp.isin(of, jnp.asarray(ids, jnp.int32)) & (of < N), attack)
+
+    def hostile(of: jax.Array, N: int) -> jax.Array:
+        if max(ids) >= N:
+            checks.refuse(f"ids of adversaries must be in 0..{N - 1}", max(ids))
+        return jnp.isin(of, jnp.asarray(ids, jnp.int32)) & (of < N)
+
+    return _acting(hostile, attack)
 
 
 def _acting(hostile: Callable[[jax.Array, int], jax.Array], attack: Attack) -> Source:

@@ -31,7 +31,7 @@ from fedjax_drift.types import THREEFRY, Metrics, PyTree
 __all__ = ["Aggregation", "clipped", "epsilon", "mean", "private", "private_ftrl", "robust", "rule"]
 COUNT = 2**32 - 1  # fold_in(key, COUNT) is the key for the noise of a count, and fold_in(key, i) that for leaf i
 __dir__ = __all__.copy
-RobustRule = Annotated[Rule, spec.instance(Rule), Fix("pass fd.robust.median(), for example")]
+RobustRule = Annotated[Rule, spec.instance(Rule), Fix("pass fd.robust.median(), or fd.robust.Rule(combine)")]
 
 
 def _preparations(name: str, value: Any, fix: str) -> tuple[Before, ...]:

@@ -143,7 +143,8 @@ def check_aggregation(
     data."""
     if not isinstance(aggregation, Aggregation):
         fix = "pass fd.aggregation.clipped(1.0), for example; None means the weighted mean"
-        checks.refuse("aggregation must be an fd.aggregation.Aggregation", checks.shown(aggregation), fix)
+        what = "aggregation must be an fd.aggregation.Aggregation"
+        checks.refuse(what, checks.shown(aggregation), checks.place_of(aggregation) or fix)
     checks.fields(aggregation, "see fd.aggregation.Aggregation")
     if algorithm.requires.weights and (participation.weights == "uniform" or participation.expected):
         what = f"{algorithm.name} needs a participation rule that keeps the weights of the clients"
