@@ -388,13 +388,13 @@ def test_bad_input() -> None:
             "combine of rule .* shapes of a message",
         ),
         ({"sources": [A.share(0.4, A.Attack(lambda seen: jnp.zeros(3)))]}, "send of attack .* shapes of a message"),
+        ({"sources": [A.clients([1, 5], A.alie())]}, r"ids of adversaries must be in 0..4, got 5"),
     ],
-    ids=["a rule without a state", "a rule with all messages", "an attack"],
+    ids=["a rule without a state", "a rule with all messages", "an attack", "a client that does not exist"],
 )
-def test_what_rules_and_attacks_return_is_checked(options: dict, says: str) -> None:
-    sim = simulate(**options)
+def test_rules_and_attacks_are_checked_in_a_round(options: dict, says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
-        sim.round_fn(sim.init(jax.random.key(0)))
+        rounds(simulate(**options), 1)
 
 
 def test_messages_that_do_not_fit_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
