@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 from typing import Any
 
@@ -208,6 +210,28 @@ def test_bytes_are_those_of_the_factors() -> None:
     assert exchanged["fedsa_lora"] == [[A, A]] * 2
     assert exchanged["fedex_lora"] == [[A + B, A + B + W]] * 2
     assert [up for up, _ in exchanged["flexlora"]] == [(A + B) / RANK] * 2
+
+
+STACKS = """
+import fedjax_drift as fd, jax, numpy as np
+fd.use_cpu_devices(2)
+model = fd.models.decoder(vocabulary=16, length=4, width=64, depth=3)
+adapted = fd.models.lora(model, 4, "attention|mlp", base=model.init(jax.random.key(0)))
+tokens = np.zeros((4, 4), "i4")
+data = fd.FederatedData.from_clients([(tokens, tokens)] * 2)
+sim = fd.Simulation(adapted, data, fd.algorithms.flexlora(), local=fd.LocalTraining(lr=0.1), cohort_size=2)
+state = sim.init(jax.random.key(0))
+for _ in range(3):
+    state, info = sim.round_fn(state)
+print(info["finite"].all())
+"""
+
+
+@pytest.mark.thorough
+def test_stacks_are_decomposed_on_two_devices() -> None:
+    """LAPACK's kernel for a stack waits for threads that wait, too. Without the loop over the matrices, this hangs."""
+    done = subprocess.run([sys.executable, "-c", STACKS], capture_output=True, text=True, timeout=250, check=True)
+    assert done.stdout.endswith("True\n")
 
 
 @pytest.mark.thorough

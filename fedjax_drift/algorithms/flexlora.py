@@ -105,6 +105,19 @@ def leading(adapter: Mapping[str, jax.Array], r_i: jax.Array) -> dict[str, jax.A
 
 def decomposed(M: jax.Array, r: int) -> dict[str, jax.Array]:
     """Equation (3) for M [..., in, out]: the factors [..., in, r] and [..., r, out]."""
+    if M.ndim > 2:
+        return jax.vmap(lambda m: decomposed(m, r))(M)
+    U, S, V = svd(M)
+    root = jnp.sqrt(S[:r])
+    return {"a": U[:, :r] * root[None], "b": root[:, None] * V[:r]}
+
+
+@jax.custom_batching.sequential_vmap
+def svd(M: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The decomposition of one matrix.
+
+    On a CPU, LAPACK's kernel divides a stack among the threads of XLA, and waits for them in one of these threads. With
+    several devices all threads may wait, and none is left to compute.
+    """
     U, S, V = jnp.linalg.svd(M, full_matrices=False)
-    root = jnp.sqrt(S[..., :r])
-    return {"a": U[..., :r] * root[..., None, :], "b": root[..., None] * V[..., :r, :]}
+    return U, S, V
