@@ -33,7 +33,10 @@ from experiments.tables.comparison import compare, looks_of, values_of
 from experiments.tables.papers import EXPERIMENTS, read_tables, table_names
 
 ROOT = EXPERIMENTS.parent
-PAGES = ("README.md", "BUILD_NOTES.md", "docs/papers.md", "docs/performance.md", "docs/faq.md", "experiments/README.md")
+PAGES = (
+    "README.md", "BUILD_NOTES.md", "docs/papers.md", "docs/performance.md", "docs/faq.md", "docs/language_models.md",
+    "experiments/README.md",
+)  # fmt: skip
 BUILTINS = {"__builtins__": {each.__name__: each for each in (float, len, max, min, sum, tuple)}}
 MARK = re.compile(r"(<!--= (.*?)\s-->)(.*?)(<!--/-->)", re.DOTALL)
 
@@ -67,6 +70,17 @@ class Benchmarks:
     def data(self, file: str) -> Any:
         """The contents of a file of experiments/results."""
         return json.loads((self.experiments / "results" / file).read_text())
+
+    def table(self, file: str) -> str:
+        """The table of a Markdown file of experiments/results."""
+        lines = (self.experiments / "results" / file).read_text().splitlines()
+        return "\n".join(line for line in lines if line.startswith("|"))
+
+    def cell(self, file: str, row: str, column: str) -> str:
+        """A cell of such a table, by the first cell of its row and the heading of its column."""
+        head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in self.table(file).splitlines())
+        (found,) = [cells for cells in rows if cells[0] == row]
+        return found[head.index(column)]
 
     def rows(self, file: str) -> Any:
         """The rows of a benchmark."""

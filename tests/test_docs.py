@@ -314,6 +314,8 @@ SMALL = {  # values for the cell with the tag "parameters", so that the notebook
         "TUNING_ROUNDS": 1,
         "SEEDS": 1,
         "NAMES": ["FFA-LoRA"],
+        "LOW_RANK": ["FedEx-LoRA"],
+        "LOW_RANK_ROUNDS": 1,
     },
     "07_sources_of_drift.ipynb": {"WRITERS": 4, "CLIENTS": 8, "ROUNDS": 2, "SEEDS": 1, "NAMES": ["FedAvg"], "LAST": 1},
 }

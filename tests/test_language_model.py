@@ -15,6 +15,7 @@ from fedjax_drift.models.pretrained import save_params
 
 pytest.importorskip("tokenizers")
 from experiments import language_model as lm
+from experiments import low_rank
 
 WIDTH, DEPTH, LENGTH = 16, 2, 48
 
@@ -108,3 +109,27 @@ def test_the_script_fine_tunes_a_checkpoint(tokenizer, tmp_path) -> None:
     (result,) = json.loads((tmp_path / "results.json").read_text()).values()
     assert np.isfinite(result["perplexity"]).all() and len(result["exact match by task"]) == len(lm.TASKS)
     assert (tmp_path / "curves.png").exists() and (tmp_path / "clients.png").exists()
+
+
+@pytest.mark.thorough
+def test_algorithms_for_adapters_are_compared(tokenizer, monkeypatch) -> None:
+    """The clients of FedSA-LoRA have models of their own, FedEx-LoRA's drift is rounding, and FedIT's is not."""
+    model = fd.models.decoder(tokenizer.get_vocab_size(), LENGTH, WIDTH, DEPTH)
+    base = lm.Base(tokenizer, model, model.init(jax.random.key(0)))
+    method, (data, _) = lm.methods(base)["FedIT"], lm.federation(tokenizer, 3)
+    monkeypatch.setattr(low_rank, "setting", lambda: (method, data))
+    monkeypatch.setattr(low_rank, "TUNING_ROUNDS", 1)
+    made = {name: low_rank.compute(2, name)["runs"] for name in ("FedIT", "FedEx-LoRA", "FedSA-LoRA")}
+    assert all(run["aggregation drift"][1] > 1e-4 for run in made["FedIT"])
+    assert all(max(run["aggregation drift"]) < 1e-5 for run in made["FedEx-LoRA"])
+    untrained = fd.Simulation(method.model, data, fd.algorithms.fedavg(), cohort_size=1)
+    start = low_rank.scores(untrained, untrained.init(jax.random.key(0)))["perplexity"]
+    for own, shared in zip(made["FedSA-LoRA"], made["FedIT"], strict=True):
+        assert own["aggregation drift"] == [] and own["megabytes sent"] < shared["megabytes sent"]
+        assert 1 < own["perplexity"] < 0.99 * start
+
+
+def test_the_page_of_adapters_is_that_of_the_results() -> None:
+    found = low_rank.EXPERIMENT.read(low_rank.RESULTS / "low_rank.json")
+    assert list(found) == low_rank.EXPERIMENT.cells
+    assert low_rank.report(found)["low_rank.md"] + "\n" == (low_rank.RESULTS / "low_rank.md").read_text()
