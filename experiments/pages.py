@@ -71,14 +71,16 @@ class Benchmarks:
         """The contents of a file of experiments/results."""
         return json.loads((self.experiments / "results" / file).read_text())
 
-    def table(self, file: str) -> str:
-        """The table of a Markdown file of experiments/results."""
-        lines = (self.experiments / "results" / file).read_text().splitlines()
-        return "\n".join(line for line in lines if line.startswith("|"))
+    def table(self, file: str, title: str = "") -> str:
+        """The table of a Markdown file of experiments/results. title: the heading above it, if there are several."""
+        text = (self.experiments / "results" / file).read_text()
+        part = text.partition(f"## {title}\n")[2].partition("\n## ")[0] if title else text
+        return "\n".join(line for line in part.splitlines() if line.startswith("|"))
 
-    def cell(self, file: str, row: str, column: str) -> str:
+    def cell(self, file: str, row: str, column: str, title: str = "") -> str:
         """A cell of such a table, by the first cell of its row and the heading of its column."""
-        head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in self.table(file).splitlines())
+        lines = self.table(file, title).splitlines()
+        head, _, *rows = ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)
         (found,) = [cells for cells in rows if cells[0] == row]
         return found[head.index(column)]
 
