@@ -63,7 +63,7 @@ def clients(ids: Ids, attack: ONE) -> Source:
     def hostile(of: jax.Array, N: int) -> jax.Array:
         if max(ids) >= N:
             checks.refuse(f"ids of adversaries must be in 0..{N - 1}", max(ids))
-        return jnp.isin(of, jnp.asarray(ids, jnp.int32)) & (of < N)
+        return jnp.isin(of, jnp.asarray(ids, jnp.int32))
 
     return _acting(hostile, attack)
 
@@ -80,9 +80,9 @@ def _acting(hostile: Callable[[jax.Array, int], jax.Array], attack: Attack) -> S
             messages.each, reports & ~is_hostile, reports & is_hostile, ids, moment.key, judged(moment, messages)
         )
         lie, one = attack.send(seen), jax.tree.map(lambda a: a[0], messages.each)
-        differ = [jnp.shape(a) for a in jax.tree.leaves(lie)] == [a.shape for a in jax.tree.leaves(messages.each)]
+        has_clients = [*map(jnp.shape, jax.tree.leaves(lie))] == [*map(jnp.shape, jax.tree.leaves(messages.each))]
         what = f"send of {attack.name} must return the shapes of a message"
-        tree.check_layout(lie, messages.each if differ else one, what, dtypes=False)
+        tree.check_layout(lie, messages.each if has_clients else one, what, dtypes=False)
         each, weight = seen.sent(lie), messages.weight
         if moment.engine.drop_nonfinite:
             weight = jnp.where(jax.vmap(tree.first_nonfinite)(each) < 0, weight, 0)
