@@ -53,9 +53,14 @@ def plain(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def made(value: Any) -> str:
-    """The repr of a value with a name and a recipe, such as ``Clock(asynchronous, concurrency=3)``."""
-    arguments = plain(value.recipe.arguments) if value.recipe else {}
-    shown = [value.name, *(f"{name}={argument!r}" for name, argument in arguments.items())]
+    """The repr of a value with a name and a recipe, such as ``Clock(asynchronous, concurrency=3)``.
+
+    An argument that has a name itself, such as the attack of adversaries, is shown by it.
+    """
+    arguments = value.recipe.arguments if value.recipe else {}
+    parts = {name: getattr(part, "name", "") for name, part in arguments.items() if getattr(part, "recipe", None)}
+    named = [f"{name}={part}" for name, part in parts.items() if part and part not in value.name]
+    shown = [value.name, *(f"{name}={argument!r}" for name, argument in plain(arguments).items()), *named]
     return f"{type(value).__name__}({', '.join(shown)})"
 
 

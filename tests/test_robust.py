@@ -251,6 +251,8 @@ def test_a_share_of_the_clients() -> None:
     assert len(hostile) == 2 and not hostile & honest
     _, others = rounds(simulate(sources=[A.share(0.4, A.scaled(2.0), seed=3)]), 1)
     assert {int(i) for i in others[0]["cohort"][others[0]["adversaries"]]} != hostile
+    assert "Source(adversaries, share=0.4, seed=0, attack=scaled)" in repr(sim) and "mean" not in repr(sim)
+    assert "median" in repr(simulate(aggregation=ROBUST(R.median()), dropout=0.1))
     none = first(sources=[A.share(0, A.scaled(2.0))])[0]
     assert none == pytest.approx(first()[0], rel=1e-6)
 

@@ -30,13 +30,21 @@ LIBRARIES = ("fedjax_drift", "jax", "jaxlib", "flax", "optax", "chex", "numpy", 
 
 def title(setup: Setup) -> str:
     """The text of a simulation in messages and notebooks."""
-    e, together = setup.engine, team_size(setup.mesh)
+    e, options, together = setup.engine, setup.options, team_size(setup.mesh)
     teams = f"{_counted(num_teams(setup.mesh), 'team')} of " if together > 1 else ""
     number = together if teams else setup.mesh.size
     devices = _counted(number, f"{setup.mesh.devices.flat[0].platform} device")
+    unusual = [
+        *([options.participation] if options.participation.name != "uniform" else []),
+        *([options.failures] if options.failures.any else []),
+        *([options.aggregation] if options.aggregation.name != "mean" else []),
+        *([] if options.topology.is_star else [options.topology]),
+        *options.sources,
+    ]
     return (
         f"Simulation({setup.algorithm!r}, {setup.data!r}, {e.local!r}, {e.cohort_size} clients a round"
-        f"{f' of {M} in flight' if (M := setup.options.clock.concurrency) else ''}, "
+        f"{f' of {M} in flight' if (M := options.clock.concurrency) else ''}, "
+        f"{''.join(f'{value!r}, ' for value in unusual)}"
         f"{_counted(e.lanes, 'lane')} on {teams}{devices})"
     )
 
