@@ -38,6 +38,7 @@ from workloads import NETWORKS, RESNET, WORKLOADS, WRITERS, Workload, tiny
 import fedjax_drift as fd
 from fedjax_drift.convolution import conv, cpu, tpu, windows
 from fedjax_drift.convolution.windows import Padding
+from fedjax_drift.convolution.winograd import A_T, B_T, G, between
 from fedjax_drift.models.networks import CNN
 from fedjax_drift.types import Params
 
@@ -111,8 +112,32 @@ def lax_conv(images: str, weights: str) -> Form:
     return convolve
 
 
+def winograd(x: jax.Array, kernel: jax.Array, stride: int, padding: Padding, pool: int) -> jax.Array:
+    """Winograd's algorithm F(2x2, 3x3) for all tiles at once, as 16 products. Other convolutions use the default form.
+
+    Under vmap it becomes a batched matrix product. A CPU processes a few tiles at a time instead (winograd.py).
+    """
+    (C, _, _, B), (h, w, _, F) = x.shape, kernel.shape
+    if (h, w, stride) != (3, 3, 1):
+        return ours(x, kernel, stride, padding, pool)
+    H, W = windows.positions(x, (3, 3), 1, padding)
+    rows, columns = -(-H // 2), -(-W // 2)
+    around = [
+        (low, high + n % 2) for n, (low, high) in zip((H, W), windows.amounts(x, (3, 3), 1, padding), strict=True)
+    ]
+    x = jnp.pad(x, ((0, 0), *around, (0, 0)))
+    tiles = between(B_T, lambda i, j: x[:, i : i + 2 * rows : 2, j : j + 2 * columns : 2])
+    weights = jnp.stack(between(G, lambda i, j: kernel[i, j]))
+    products = jnp.einsum("kcf,kcn->kfn", weights, jnp.stack(tiles).reshape(16, C, -1))
+    products = products.reshape(16, F, rows, columns, B)
+    a, b, c, d = between(A_T, lambda i, j: products[4 * i + j])
+    out = jnp.stack([jnp.stack([a, b], 3), jnp.stack([c, d], 3)], 2).reshape(F, 2 * rows, 2 * columns, B)[:, :H, :W]
+    return windows.max_pool(out, pool) if pool > 1 else out
+
+
 FORMS: dict[str, Form] = {
     "ours": ours,
+    "Winograd": winograd,
     "bfloat16": in_bfloat16(ours),
     "as on a TPU": tpu.convolve,
     "grouped NHWC": lax_conv("NHWC", "HWIO"),

@@ -44,6 +44,7 @@ STEPS = [
         "forms_rounds_lanes", "forms.py --rounds 'lenet5 3400' 'emnist_cnn 3400' --forms ours --lanes 32 64 128 256", 2
     ),
     Step("forms", "forms.py --seconds 200", 3.5),
+    Step("forms_resnet18", "forms.py --networks resnet18 --forms ours 'grouped NHWC' Winograd --seconds 60", 3),
     Step("algorithm_cost", "algorithm_cost.py", 3),
     Step("forms_rounds", "forms.py --rounds 'lenet5 100' 'emnist_cnn 100' --forms ours bfloat16", 1.5),
     Step("forms_rounds_without_graphs", "forms.py --rounds 'lenet5 100' --forms ours --no-graphs", 0.5),

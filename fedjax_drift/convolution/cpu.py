@@ -69,9 +69,7 @@ def _largest(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
 
     With JAX's own rule, a training step of LeNet-5 takes a third longer.
     """
-    if axes == (
-        0,
-    ):  # as a reduction, XLA would pass it to YNNPACK, and a round of LeNet-5 would take 1.2 times as long
+    if axes == (0,):  # XLA would pass a reduction to YNNPACK, and a round of LeNet-5 would take 1.2 times as long
         return reduce(jnp.maximum, jnp.unstack(x))
     return x.max(axes)
 

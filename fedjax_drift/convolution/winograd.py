@@ -38,12 +38,12 @@ CACHE = 2**20  # numbers in the transformed input tiles that are processed at a 
 
 def _convolution(x: jax.Array, kernel: jax.Array, padding: Amounts) -> jax.Array:
     """x, kernel -> [F, H', W', B], the output."""
-    return _products(x, [u.T for u in _between(G, lambda i, j: kernel[i, j])], padding)
+    return _products(x, [u.T for u in between(G, lambda i, j: kernel[i, j])], padding)
 
 
 def _image_gradient(g: jax.Array, kernel: jax.Array, padding: Amounts) -> jax.Array:
     """g, kernel -> [C, H, W, B]: the convolution of g with the kernel that is rotated by 180 degrees."""
-    u = _between(G, lambda i, j: kernel[i, j])
+    u = between(G, lambda i, j: kernel[i, j])
     rotated = [u[4 * i + j] for i in (3, 1, 2, 0) for j in (3, 1, 2, 0)]
     (top, bottom), (left, right) = padding
     return _products(g, rotated, ((2 - top, 2 - bottom), (2 - left, 2 - right)))
@@ -57,12 +57,12 @@ def _weight_gradient(x: jax.Array, g: jax.Array, padding: Amounts) -> jax.Array:
 
     def add(k: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
         part = lax.dynamic_slice_in_dim(g, 2 * rows * k, 2 * rows)
-        outs = _between(A, lambda i, j: part[i::2, j::2])
+        outs = between(A, lambda i, j: part[i::2, j::2])
         tiles = _tiles(x, rows, k)
         return [t + d.T @ out.reshape(-1, F) for t, d, out in zip(totals, tiles, outs, strict=True)]
 
     totals = lax.fori_loop(0, parts, add, [jnp.zeros((C, F), x.dtype)] * 16)
-    return jnp.stack(_between(G_T, lambda i, j: totals[4 * i + j])).reshape(3, 3, C, F)
+    return jnp.stack(between(G_T, lambda i, j: totals[4 * i + j])).reshape(3, 3, C, F)
 
 
 def _products(x: jax.Array, kernels: list[jax.Array], padding: Amounts) -> jax.Array:
@@ -77,7 +77,7 @@ def _products(x: jax.Array, kernels: list[jax.Array], padding: Amounts) -> jax.A
         # [F, C] times [N, C], transposed: so the output has the axes of an image, without a transposition of its own.
         pairs = zip(kernels, _tiles(x, rows, k), strict=True)
         m = [lax.dot_general(u, d, (((1,), (1,)), ((), ()))).reshape(F, rows, columns, B) for u, d in pairs]
-        a, b, c, d = _between(A_T, lambda i, j: m[4 * i + j])  # each [F, rows, columns, B]
+        a, b, c, d = between(A_T, lambda i, j: m[4 * i + j])  # each [F, rows, columns, B]
         y = jnp.stack([jnp.stack([a, b], 3), jnp.stack([c, d], 3)], 2).reshape(F, 2 * rows, 2 * columns, B)
         return lax.dynamic_update_slice_in_dim(out, y, 2 * rows * k, 1)
 
@@ -85,7 +85,7 @@ def _products(x: jax.Array, kernels: list[jax.Array], padding: Amounts) -> jax.A
     return lax.fori_loop(0, parts, put, out)[:, :H, :W]
 
 
-def _between(matrix: Matrix, at: Callable[[int, int], jax.Array]) -> list[jax.Array]:
+def between(matrix: Matrix, at: Callable[[int, int], jax.Array]) -> list[jax.Array]:
     """The entries of ``matrix`` D ``matrix``^T, row by row. The entry (i, j) of D is the array at(i, j)."""
 
     def combined(factors: Sequence[float], arrays: Sequence[jax.Array]) -> jax.Array:
@@ -110,7 +110,7 @@ def _tiles(x: jax.Array, rows: int, k: jax.Array) -> list[jax.Array]:
     """The 16 entries [N, C] of the transformed input tiles in part k, a number of ``rows`` of tiles."""
     x = lax.dynamic_slice_in_dim(x, 2 * rows * k, 2 * rows + 2)
     columns = x.shape[1] - 2
-    tiles = _between(B_T, lambda i, j: x[i : i + 2 * rows : 2, j : j + columns : 2])
+    tiles = between(B_T, lambda i, j: x[i : i + 2 * rows : 2, j : j + columns : 2])
     return [d.reshape(-1, x.shape[-1]) for d in tiles]
 
 
