@@ -3,8 +3,8 @@
     python -m experiments.agreement_with_others FOLDER [--only fl_simulator pfllib ...]
 
 FOLDER has a clone of each repository of `SOURCES`, with the name of the repository. The other code needs PyTorch and
-scikit-learn. Every script runs in a process of its own, because different repositories have modules of the same name.
-The exit status is 1 if a difference has changed.
+scikit-learn, and that of FedSA-LoRA also grpcio, pympler and wandb. Every script runs in a process of its own, because
+different repositories have modules of the same name. The exit status is 1 if a difference has changed.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ SOURCES = {  # script: (repository, what it is)
     "fedswa": ("junkangLiu0/FedSWA", "By the authors of FedSWA and FedMoSWA."),
     "fedau": ("IBM/fedau", "By the authors of FedAU, with copies of FedVARP and MIFA."),
     "mifa": ("hmgxr128/MIFA_code", "By the authors of MIFA."),
+    "feddf": ("epfml/federated-learning-public-code", "By the authors of FedDF."),
+    "fedproto": ("yuetan031/FedProto", "By the authors of FedProto."),
+    "fedex_lora": ("RaghavSinghal10/fedex-lora", "By the authors of FedEx-LoRA."),
+    "fedsa_lora": ("Pengxin-Guo/FedSA-LoRA", "By the authors of FedSA-LoRA, on FederatedScope."),
 }
 
 

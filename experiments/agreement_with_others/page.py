@@ -34,7 +34,8 @@ We are grateful to all authors who publish their code. Where a row says that two
 say where and why, so that you can choose. If you see that a row is wrong, please tell us.
 
 The scripts are in `experiments/agreement_with_others`. They contain none of the other code. Clone
-the repositories into one folder, install PyTorch and scikit-learn, and run
+the repositories into one folder, install PyTorch and scikit-learn
+(for FedSA-LoRA also grpcio, pympler and wandb), and run
 
 ```
 python -m experiments.agreement_with_others FOLDER
