@@ -215,3 +215,4 @@ def test_values_are_shown_without_arrays_and_addresses() -> None:
     for value in (data, history, runs):
         assert value._repr_html_().count("<tr>") >= 2
     assert "<td" in history._repr_html_() and "feddyn" in runs._repr_html_()
+    assert "12 records, the last 10 evaluations<" in type(history)([*history[:1]] * 12)._repr_html_()
