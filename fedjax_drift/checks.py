@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedjax_drift.errors import ConfigurationError
+from fedjax_drift.untraceable import explained
 
 MOST = 2**63 - 1  # the default upper bound of an integer: the largest int64
 SMALL = 1e-37  # JAX's float dtypes of 4 and 8 bytes represent SMALL and 1 / SMALL
@@ -239,12 +240,13 @@ def shapes_of(what: str, function: Callable, *arguments: Any, fix: str = "") -> 
 
     A ConfigurationError of the library, which the function raises, says more, and is raised as it is.
     """
-    try:
-        return jax.eval_shape(function, *arguments)
-    except ConfigurationError:
-        raise
-    except Exception as error:
-        refuse(what, f"one that fails ({first_line(error)})", fix, error)
+    with explained():
+        try:
+            return jax.eval_shape(function, *arguments)
+        except ConfigurationError:
+            raise
+        except Exception as error:
+            refuse(what, f"one that fails ({first_line(error)})", fix, error)
 
 
 def fields(value: Any, fix: str = "") -> None:

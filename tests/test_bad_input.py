@@ -515,6 +515,12 @@ def test_a_note_says_what_to_write_instead_of_what_jax_cannot_trace(options, not
     assert "input_shape" not in str(error.value), "a wrong hint"
 
 
+def test_a_schedule_gets_the_note_where_it_is_written() -> None:
+    with pytest.raises(checks.ConfigurationError, match="lr must be") as error:
+        fd.LocalTraining(lr=lambda t: 0.1 if t < 5 else 0.01)
+    assert any("jnp.where" in note for note in error.value.__notes__)
+
+
 def test_a_note_says_what_the_server_received() -> None:
     sim = simulation(algorithm=updated_by(lambda D, server: (D, 1.0)))
     with pytest.raises(ValueError, match="structure") as error:

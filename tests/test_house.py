@@ -27,6 +27,7 @@ FLOORS = [
         "errors",
         "types",
         "needs",
+        "untraceable",
         "message",
         "wrapping",
         "model",

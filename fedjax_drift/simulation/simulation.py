@@ -30,7 +30,6 @@ from fedjax_drift.simulation.executor import Executor
 from fedjax_drift.simulation.options import FlatOptions, Options, grouped, unexpected
 from fedjax_drift.simulation.placement import Placement
 from fedjax_drift.simulation.plan import Plan, device_traffic, plan_of
-from fedjax_drift.simulation.retries import explained
 from fedjax_drift.simulation.runner import run_alone
 from fedjax_drift.simulation.runs import Run
 from fedjax_drift.simulation.selection import rule_of
@@ -42,6 +41,7 @@ from fedjax_drift.storage.checkpoint import Checkpoints
 from fedjax_drift.storage.specification import Specification
 from fedjax_drift.topology import Topology, star
 from fedjax_drift.types import Algorithm, Params, Record, ServerState
+from fedjax_drift.untraceable import explained
 
 
 class Simulation:
