@@ -304,6 +304,16 @@ def test_examples_of_adversaries_by_hand() -> None:
             assert_close(scaled[0].params, scaled[1].params)
 
 
+def test_test_examples_of_adversaries_are_as_stored() -> None:
+    data, model = pictures()
+    data = data.with_client_tests()
+    liars = [A.clients([0, 1], A.label_flip(classes=3))]
+    honest, lying = (fd.Simulation(model, data, fd.algorithms.fedavg(), cohort_size=3, sources=s) for s in ([], liars))
+    state, _ = rounds(honest, 2)
+    want, got = (sim.evaluate_clients(state) for sim in (honest, lying))
+    assert {name: values.tolist() for name, values in got.items()} == {name: v.tolist() for name, v in want.items()}
+
+
 # --- with everything else ---------------------------------------------------------------------------------------------
 
 PLACES = {

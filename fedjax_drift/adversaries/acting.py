@@ -30,9 +30,9 @@ def share(share: Mix, attack: ONE, seed: Seed = 0) -> Source:
         sim = fd.Simulation(..., sources=[fd.adversaries.share(0.2, fd.adversaries.alie())])
 
     Adversaries train as honest clients do, and keep their states, but send another message, or train on other examples.
-    They know all messages of the round, and the server's rule. Messages are those after codecs and before the
-    aggregation rule. With an attack on messages, all messages of a round are on every device at once (see
-    `fd.aggregation.robust`), and one server is needed. ``info`` has
+    Their test examples are as stored. They know all messages of the round, and the server's rule. Messages are those
+    after codecs and before the aggregation rule. With an attack on messages, all messages of a round are on every
+    device at once (see `fd.aggregation.robust`), and one server is needed. ``info`` has
 
     - ``adversaries``: bool [K], which clients of the cohort are hostile;
     - ``robustness``: the distance of the aggregate from mu in units of sigma, the root of the mean of ||x_i - mu||^2
@@ -103,6 +103,8 @@ def _acting(hostile: Callable[[jax.Array, int], jax.Array], attack: Attack) -> S
 
     def poisoned(key: jax.Array, t: jax.Array, owner: Owner, x: jax.Array, y: jax.Array) -> Example:
         assert attack.examples is not None
+        if not owner.training:
+            return x, y
         changed = attack.examples.change(key, t, owner, x, y)
         return tree.select(hostile(owner.id, owner.num_clients), changed, (x, y))
 
