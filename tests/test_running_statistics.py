@@ -257,6 +257,18 @@ def test_padding_does_not_change_the_results(name) -> None:
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9), *models)
 
 
+@pytest.mark.parametrize("name", ["mime", "fedadamw", "fedspeed", "fedsmoo"])
+def test_a_gradient_of_the_algorithms_own_also_updates_the_statistics(name) -> None:
+    """After one step of one client, they are those of its batch and the first model."""
+    local = fd.LocalTraining(epochs=1, batch_size=50, lr=0.1)
+    sim = simulate(MODULES["linen"]("average"), small(ALGORITHMS[name]), cohort_size=1, local=local)
+    start, (x, y) = initial(np.float32), some_clients(np.float32)[1]
+    state, _ = sim.round_fn(sim.init(jax.random.key(0), start), [1])
+    _, batch = gradient(start["params"], x, y)
+    want = jax.tree.map(lambda s, b: MOMENTUM * s + (1 - MOMENTUM) * b, start["batch_stats"], batch)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), state.params["batch_stats"], want)
+
+
 def test_the_statistics_need_no_additional_forward_pass() -> None:
     """In local training with the model's loss, the forward pass for the gradient also returns the statistics."""
     model = MODULES["linen"]("average")
