@@ -211,6 +211,19 @@ def test_rules_that_do_not_fit_are_refused(data) -> None:
         simulate(data, a.private_ftrl(0.1, 0.1, 3), p.cyclic(3)).round_fn(state.with_source("aggregation", ()))
 
 
+def test_the_share_of_clients_that_an_algorithm_uses_is_k_of_n(data) -> None:
+    """SCAFFOLD adds the sum of the changes over N to c. A private mean is the sum over K, so the share is K / N."""
+    scaffold, rules = fd.algorithms.scaffold(), (a.mean(), a.private(1e6, 1e-12))
+    plain, private = (simulate(data, rule, algorithm=scaffold) for rule in rules)
+    state, sizes = plain.init(jax.random.key(0)), set()
+    for _ in range(4):
+        (after, info), (got, _) = plain.round_fn(state), private.round_fn(state)
+        sizes.add(int((info["cohort"] >= 0).sum()))
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), got.server.c, after.server.c)
+        state = after
+    assert len(sizes) > 1, sizes
+
+
 @pytest.mark.thorough
 def test_without_answers_a_rule_that_is_not_private_keeps_its_state(data) -> None:
     counting = a.mean()._replace(
