@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -232,3 +233,19 @@ def test_bad_topologies() -> None:
     private = fd.aggregation.private(1.0, 1.0)
     assert "is needed by private" in message(lambda: groups, aggregation=private, sampling="bernoulli")
     assert "rounds must be synchronous" in message(lambda: groups, clock=fd.clock.asynchronous(4))
+
+
+def test_models_of_all_receivers_that_need_half_of_the_memory_warn(monkeypatch) -> None:
+    """Three models of one float32 each."""
+    data, model = quadratics([2.0, 8.0, 3.0])
+
+    def make() -> None:
+        fd.Simulation(model, data, fd.algorithms.fedavg(), cohort_size=3, topology=T.graph(T.ring(3)))
+
+    monkeypatch.setattr("fedjax_drift.simulation.topology.memory_of", lambda mesh: 2 * 3 * 4.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        make()
+    monkeypatch.setattr("fedjax_drift.simulation.topology.memory_of", lambda mesh: 2 * 3 * 4.0 - 1)
+    with pytest.warns(UserWarning, match="the topology keeps 3 models"):
+        make()
