@@ -158,3 +158,13 @@ def test_bad_input_is_refused(call, message):
 
 def test_even_splits_need_no_integer_labels():
     assert FLOATS.redealt().redeal == "evenly"
+
+
+def test_a_given_cohort_has_at_most_the_clients_of_a_round():
+    model, options = fd.models.linear((2,), 4), {"cohort_size": 1, "local": fd.LocalTraining(batch_size=2)}
+    sim = fd.Simulation(model, DATA.redealt(1.0), fd.algorithms.fedavg(), **options)
+    state = sim.init(jax.random.key(0))
+    assert sim.round_fn(state, [1])[1]["cohort"].tolist() == [1]
+    with pytest.raises(ValueError, match=r"cohort must have at most 1 clients with data.redealt\(alpha\), got 2"):
+        sim.round_fn(state, [0, 1])
+    fd.Simulation(model, DATA.redealt(), fd.algorithms.fedavg(), **options).round_fn(state, [0, 1])
