@@ -35,7 +35,7 @@ from experiments.tables.papers import EXPERIMENTS, read_tables, table_names
 ROOT = EXPERIMENTS.parent
 PAGES = (
     "README.md", "BUILD_NOTES.md", "docs/papers.md", "docs/performance.md", "docs/faq.md", "docs/language_models.md",
-    "experiments/README.md",
+    "docs/sources_of_drift.md", "experiments/README.md",
 )  # fmt: skip
 BUILTINS = {"__builtins__": {each.__name__: each for each in (float, len, max, min, sum, tuple)}}
 MARK = re.compile(r"(<!--= (.*?)\s-->)(.*?)(<!--/-->)", re.DOTALL)
