@@ -22,6 +22,7 @@ from fedjax_drift.data import bindingdb, movielens
 from fedjax_drift.data.datasets import RECORDS
 from fedjax_drift.data.sources import Request
 from fedjax_drift.models import layers
+from fedjax_drift.simulation.records import nonfinite_message
 
 pytestmark = pytest.mark.thorough
 
@@ -427,6 +428,11 @@ def test_token_ids_are_checked_like_labels() -> None:
             with pytest.raises(ValueError, match=r"test inputs must be ids in 0..19"):
                 simulate(model, ids, wrong)
         simulate(model._replace(vocabulary=None), ids + 1)
+    data = fd.FederatedData.from_clients([(ids, np.arange(4) % 3)] * 2)
+    for vocabulary, hint in ((20, False), (None, True)):
+        sim = fd.Simulation(encoder._replace(vocabulary=vocabulary), data, fd.algorithms.fedavg(), cohort_size=2)
+        info = {"cohort": np.arange(2), "bad_leaf": np.array([-1, 0])}
+        assert ("Model.vocabulary" in nonfinite_message(3, info, sim.setup)) == hint
     positions = np.array([[4, 2, 7, 3, 2, 19, 0, 19]] * 4, np.int16)
     din = fd.models.din((5, 3, 8, 4, 3, 20))._replace(scores=None)
     for position, size in ((None, 0), (1, 3), (7, 20)):
