@@ -66,6 +66,8 @@ def pytest_collection_modifyitems(config, items) -> None:
     if PART is None:
         return
     part, parts = map(int, PART.split("/"))
+    if not 0 <= part < parts:
+        raise pytest.UsageError(f"FEDJAX_DRIFT_TESTS_PART must be one of 0/{parts} to {parts - 1}/{parts}, got {PART}")
     thorough = [item for item in items if item.get_closest_marker("thorough")]
     left_out = {item for item in thorough if zlib.crc32(item.nodeid.encode()) % parts != part}
     config.hook.pytest_deselected(items=left_out)
