@@ -320,7 +320,7 @@ def _verdict_lines(table: Table, verdicts: Sequence[Verdict]) -> Iterator[str]:
         level = " or ".join(dict.fromkeys(f"{100 * verdict.looks.confidence:g} %" for verdict in tested))
         columns = ["setting", "score", "claim", "holds in the published numbers", "holds in ours"]
         rows = [[v.setting, v.score, f"{v.a} better than {v.b}", v.printed, v.word, v.answer.text] for v in tested]
-        yield from ("", markdown.table([*columns, f"better by, {level} interval"], rows, "llllll"))
+        yield from ("", *markdown.table([*columns, f"better by, {level} interval"], rows, "llllll").splitlines())
     untested: dict[tuple[str, str], list[str]] = {}
     for verdict in verdicts:
         if not verdict.interval:
