@@ -35,7 +35,7 @@ def test_the_numbers_of_a_recipe_can_be_replaced() -> None:
     assert numbers == (3.0, 0.5, 0.25)  # also the integer, because the parameter is a float
     assert split(scaled(7.0, fd.algorithms.fedprox(1.0, 1.0)))[0] == form
     again = join(form, (30.0, 5.0, 2.5))
-    assert repr(again) == "Algorithm(scaled, factor=30.0)"
+    assert repr(again) == "Algorithm(scaled, factor=30.0, base=fedprox)"
     assert repr(again.recipe.arguments["base"]) == "Algorithm(fedprox, mu=5.0, server_lr=2.5, weighting='examples')"
     assert split(again) == (form, (30.0, 5.0, 2.5)) and join(form, numbers).recipe.arguments["factor"] == 3.0
 
