@@ -7,7 +7,6 @@ the one before. The norms of its gradients stay below 5, at which it clips.
 
 from __future__ import annotations
 
-import copy
 import importlib
 import sys
 from collections.abc import Iterator
@@ -48,7 +47,7 @@ def theirs(federation: Federation) -> list[np.ndarray]:
     student.__class__ = WithActivations
     models = []
     for t, cohort in enumerate(federation.cohorts):
-        teachers = [trained(federation, student, t, i) for i in cohort]
+        teachers = [federation.trained(student, t, i) for i in cohort]
         with torch.no_grad():
             for parameter, *own in zip(student.parameters(), *(m.parameters() for m in teachers), strict=True):
                 parameter.copy_(torch.stack(own).mean(0))
@@ -60,17 +59,6 @@ def theirs(federation: Federation) -> list[np.ndarray]:
         student = solver.server_student
         models.append(vector(student))
     return models
-
-
-def trained(federation: Federation, start: Any, t: int, i: int) -> Any:
-    network = copy.deepcopy(start)
-    network.requires_grad_(True)
-    optimizer = torch.optim.SGD(network.parameters(), federation.lr)
-    for x, y in federation.batches(t, i):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(network(x), y).backward()
-        optimizer.step()
-    return network
 
 
 def batches(t: int) -> list[tuple[torch.Tensor]]:

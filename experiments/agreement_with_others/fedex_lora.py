@@ -7,7 +7,6 @@ linear layer of PyTorch has [out, in], so with one, such as RoBERTa's, their agg
 
 from __future__ import annotations
 
-import copy
 import importlib
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -63,20 +62,10 @@ def theirs(federation: Federation, adapters: Any) -> list[np.ndarray]:
     args = SimpleNamespace(lora_alpha=ALPHA, lora_r=RANK, rslora=False)
     model, models = network(federation, adapters), []
     for t, cohort in enumerate(federation.cohorts):
-        states = [trained(federation, model, t, i).state_dict() for i in cohort]
+        states = [federation.trained(model, t, i).state_dict() for i in cohort]
         model = module.aggregate_models_ours(model, states, args)
         models.append(np.concatenate([leaf.ravel() for layer in (model[0], model[2]) for leaf in layer.merged()]))
     return models
-
-
-def trained(federation: Federation, start: nn.Sequential, t: int, i: int) -> nn.Sequential:
-    model = copy.deepcopy(start)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], federation.lr)
-    for x, y in federation.batches(t, i):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-    return model
 
 
 def rows() -> Iterator[Row]:
