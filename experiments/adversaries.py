@@ -100,6 +100,13 @@ def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
         axis.set_xticks(range(len(ATTACKS)), [*ATTACKS], rotation=30, ha="right")
         axis.set_yticks(range(len(rows)), [*rows])
         axis.set(title=title, xlabel="Attack of 5 of 25 clients")
+    gaps = []
+    for row, of_row in of_algorithms.items():
+        name, _, rule = row.partition(", ")
+        pairs = zip(of_row, of_algorithms[f"FedAvg, {rule}"], strict=True)
+        if name != "FedAvg":
+            gaps.append([row, *(markdown.interval(ours - fedavg, "+.1f") for ours, fedavg in pairs)])
+    text += f"\n\n## Differences from FedAvg with the same rule and seeds\n\n{markdown.table(['', *ATTACKS], gaps)}"
     figure.colorbar(image, ax=axes, label="Test accuracy (%)")
     return {"adversaries.md": text, "adversaries.png": figure}
 
