@@ -61,6 +61,7 @@ BENCHMARKS = [
     Benchmark("source_cost.py"),
     Benchmark("curvature.py"),
     Benchmark("from_torch.py", "torch"),
+    Benchmark("conv_layers.py", "torch"),
 ]
 
 

@@ -10,8 +10,11 @@ For each network of torch_networks.py:
   another, with all cores.
 - ours: a round with the module over a round with our own network of the same shape, if there is one.
 
-The three are interleaved, and each turn gives a ratio. With --topologies, nothing runs. The round is compiled for
-devices that are not here: the memory it needs, and for a TPU the cycles of a local step that the compiler estimates.
+The three are interleaved, and each turn gives a ratio. The last row is the rate of XLA's matrix product over that of
+PyTorch's. Machines differ in it: it was 1.7 on two cores of AMD's EPYC, and 0.8 on two of Intel's Xeon.
+
+With --topologies, nothing runs. The round is compiled for devices that are not here: the memory it needs, and for a TPU
+the cycles of a local step that the compiler estimates.
 """
 
 from __future__ import annotations
@@ -157,7 +160,7 @@ def rounds(sim: fd.Simulation) -> Callable[[], None]:
     return run
 
 
-def seconds(run: Callable[[], None]) -> float:
+def seconds(run: Callable[[], Any]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
@@ -190,6 +193,12 @@ def rows(arguments: argparse.Namespace) -> Iterator[measure.Row]:
                 ratios = [a / b for a, b in zip(times["from_torch"], times[other], strict=True)]
                 limit = 1.3 if (name, other) == ("LeNet", "ours") else None
                 yield measure.row(f"- time over that of {what}", ratios, at_most=limit)
+
+    n = 64 if arguments.quick else 4000
+    a = torch.randn(n, n)
+    pairs = [(measure.matmul_rate(n), 2 * n**3 / seconds(lambda: a @ a)) for _ in range(arguments.turns)]
+    note = f"PyTorch's {max(theirs for _, theirs in pairs) / 1e9:.0f} GFLOP/s"
+    yield measure.row(f"{n} x {n} product, XLA's rate over PyTorch's", [x / y for x, y in pairs], note=note)
 
 
 def plans(arguments: argparse.Namespace) -> Iterator[measure.Row]:

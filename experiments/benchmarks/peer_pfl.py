@@ -4,8 +4,9 @@
     python experiments/benchmarks/lenet_femnist.py --rounds 20 --peer \
         "pfl/bin/torchrun --standalone --nproc_per_node=2 experiments/benchmarks/peer_pfl.py"
 
-lenet_femnist.py --peer runs this script. The version of pfl-research is 0.6.0, with PyTorch. Each process has one
-thread. The examples of a client are shuffled when its data set is created, as is usual with pfl-research.
+lenet_femnist.py --peer runs this script. With --network resnet18, both train ResNet-18. The version of pfl-research is
+0.6.0, with PyTorch. Each process has one thread. The examples of a client are shuffled when its data set is created, as
+is usual with pfl-research.
 """
 
 from __future__ import annotations
@@ -31,22 +32,21 @@ from pfl.hyperparam import NNEvalHyperParams, NNTrainHyperParams
 from pfl.metrics import Metrics, Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import nn
+from torch_networks import LeNet, ResNet
+from workloads import PEERS
 
-CLIENTS, COHORT, ROWS, BATCH, CLASSES, LR, ROUNDS = 500, 50, 100, 20, 62, 0.05, 10
+LR = 0.05
 
 
-class LeNet(nn.Module):
-    def __init__(self) -> None:
+class Scored(nn.Module):
+    """A network with the two methods that pfl-research calls."""
+
+    def __init__(self, network: nn.Module) -> None:
         super().__init__()
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(1, 6, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)
-        )
-        self.dense = nn.Sequential(
-            nn.Linear(400, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, CLASSES)
-        )
+        self.network = network
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.dense(self.convolutions(x).flatten(1))
+        return self.network(x)
 
     def loss(self, inputs: torch.Tensor, targets: torch.Tensor, eval: bool = False) -> torch.Tensor:  # noqa: A002
         return F.cross_entropy(self(inputs), targets)
@@ -73,32 +73,30 @@ class Clock(TrainingProcessCallback):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--network", choices=list(PEERS), default="lenet5")
     parser.add_argument("--quick", action="store_true", help="run 2 rounds only")
     arguments = parser.parse_args()
     rounds = 2 if arguments.quick else arguments.rounds
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    rng = np.random.default_rng(0)
-    prototypes = rng.normal(size=(CLASSES, 1, 28, 28)).astype("float32")
-    clients = []
-    for _ in range(CLIENTS):
-        y = rng.choice(CLASSES, size=ROWS, p=rng.dirichlet(np.full(CLASSES, 0.5)))
-        x = prototypes[y] + rng.normal(size=(ROWS, 1, 28, 28)).astype("float32")
-        clients.append((torch.from_numpy(x), torch.from_numpy(y)))
+    workload, rng = PEERS[arguments.network], np.random.default_rng(0)
+    height, width, channels = workload.image
+    users, rows, cohort = len(workload.sizes), int(workload.sizes[0]), workload.cohort
+    x = torch.from_numpy(rng.normal(size=(users, rows, channels, height, width)).astype("float32"))
+    y = torch.from_numpy(rng.integers(0, workload.classes, (users, rows)))
 
     def user(name: str) -> Dataset:
-        x, y = clients[int(name)]
-        order = torch.randperm(ROWS)
-        return Dataset([x[order], y[order]], user_id=str(name))
+        order = torch.randperm(rows)
+        return Dataset([x[int(name)][order], y[int(name)][order]], user_id=str(name))
 
-    federation = FederatedDataset(user, get_user_sampler("random", list(range(CLIENTS))))
-    network, clock = LeNet(), Clock()
+    federation = FederatedDataset(user, get_user_sampler("random", list(range(users))))
+    network, clock = Scored(LeNet(62) if arguments.network == "lenet5" else ResNet()), Clock()
     FederatedAveraging().run(
         algorithm_params=NNAlgorithmParams(
             central_num_iterations=rounds + 3,
             evaluation_frequency=10**9,
-            train_cohort_size=COHORT,
+            train_cohort_size=cohort,
             val_cohort_size=None,
         ),
         backend=SimulatedBackend(training_data=federation, val_data=federation, postprocessors=[WeightByDatapoints()]),
@@ -107,7 +105,9 @@ def main() -> None:
             local_optimizer_create=torch.optim.SGD,
             central_optimizer=torch.optim.SGD(network.parameters(), 1.0),
         ),
-        model_train_params=NNTrainHyperParams(local_num_epochs=1, local_learning_rate=LR, local_batch_size=BATCH),
+        model_train_params=NNTrainHyperParams(
+            local_num_epochs=1, local_learning_rate=LR, local_batch_size=workload.batch
+        ),
         model_eval_params=NNEvalHyperParams(local_batch_size=100),
         callbacks=[clock],
     )

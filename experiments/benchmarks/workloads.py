@@ -141,6 +141,8 @@ WORKLOADS = {
     "feddc_resnet18": Workload(RESNET, CIFAR, 15, batch=50, epochs=5),
 }
 
+PEERS = {"lenet5": Workload("lenet5", equal_sizes(500, 100), 50), RESNET: Workload(RESNET, equal_sizes(8, 40), 4)}
+
 
 def tiny(workload: Workload, network: str = "mnist_2nn") -> Workload:
     """Returns the workload with a few small clients and a network that compiles fast."""
