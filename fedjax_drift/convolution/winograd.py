@@ -33,7 +33,7 @@ B_T = ((1, 0, -1, 0), (0, 1, 1, 0), (0, -1, 1, 0), (0, 1, 0, -1))
 G = ((1, 0, 0), (0.5, 0.5, 0.5), (0.5, -0.5, 0.5), (0, 0, 1))
 A_T = ((1, 1, 1, 0), (0, 1, -1, -1))
 G_T, A = tuple(zip(*G, strict=True)), tuple(zip(*A_T, strict=True))
-CACHE = 2**20  # numbers in the transformed input tiles that are processed at a time
+CACHE = 2**18  # numbers in the transformed input tiles that are processed at a time
 
 
 def _convolution(x: jax.Array, kernel: jax.Array, padding: Amounts) -> jax.Array:
