@@ -91,20 +91,22 @@ def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
     """The tables, and a plot of the accuracy over the rounds for each kind of availability."""
     import matplotlib.pyplot as plt
 
-    rows, gaps = [], []
+    rows, gaps, used = [], [], []
     for name in ALGORITHMS:
         of_name = [scores(found[name, kind]) for kind in KINDS]
-        settings = "; ".join(markdown.words(found[name, kind]["settings"]) for kind in KINDS)
-        rows.append([name, *map(markdown.interval, of_name), settings])
+        rows.append([name, *map(markdown.interval, of_name)])
+        used.append([name, *(markdown.words(found[name, kind]["settings"]) for kind in KINDS)])
         gap = [values - scores(found["FedAvg", kind]) for values, kind in zip(of_name, KINDS, strict=True)]
         gaps.append([name, *(markdown.interval(values, "+.2f") for values in gap)])
     text = (
         "# Availability that depends on the data\n\nMean test accuracy (%) over the last "
         f"{EVERY * LAST} rounds, with the 95 % confidence interval over three seeds. "
         "`experiments/availability.py` has the setting.\n\n## Six algorithms\n\n"
-        + markdown.table(["algorithm", *KINDS, "settings"], rows)
+        + markdown.table(["algorithm", *KINDS], rows)
         + "\n\n## Differences from FedAvg with the same seeds\n\n"
         + markdown.table(["algorithm", *KINDS], gaps[1:])
+        + "\n\n## Settings\n\n"
+        + markdown.table(["algorithm", *KINDS], used)
     )
     figure, axes = plt.subplots(1, len(KINDS), figsize=(13, 3.8), layout="constrained", sharey=True)
     for axis, kind in zip(axes, KINDS, strict=True):
