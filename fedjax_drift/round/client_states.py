@@ -55,6 +55,16 @@ def fetch(engine: Engine, states: PyTree, places: jax.Array) -> PyTree:
     return collect(add, empty, D)
 
 
+def after_reading(places: jax.Array, old: PyTree, new: PyTree) -> PyTree:
+    """``new``, as a function of ``old``: so XLA reads a client's old state before it overwrites it.
+
+    A new state need not depend on the old one (FedVARP, MIFA). XLA may then overwrite first, and copies the states of
+    all clients before that, for every client. places, old: as for `fetch`, and what it has returned.
+    """
+    always = (places >= 0).any()  # XLA does not know this, so the selection stays
+    return jax.tree.map(lambda old, new: jnp.where(always, new, old), old, new)
+
+
 def store(engine: Engine, states: PyTree, places: jax.Array, new: PyTree) -> PyTree:
     """The states on this device after the clients at ``places`` have trained, if `overwrites`. Each device calls it.
 

@@ -22,7 +22,7 @@ from fedjax_drift.devices.mesh import AXIS
 from fedjax_drift.local import shuffle
 from fedjax_drift.message import decoded
 from fedjax_drift.round.arrays import Client, Rows
-from fedjax_drift.round.client_states import fetch, overwrites, scatter, store
+from fedjax_drift.round.client_states import after_reading, fetch, overwrites, scatter, store
 from fedjax_drift.round.engine import Engine, Shared, client_moment, mean_steps, on_each_device, sum_over_devices
 from fedjax_drift.round.exchange import exchange, longest_share
 from fedjax_drift.round.sources import Receivers, Start, absent_like, examples, functions_of
@@ -68,9 +68,11 @@ def over_clients(
             """The results of one group: [L, ...]. places: those of the clients that all devices train, [D, L]."""
             old, longest = fetch(engine, states, places), clients.size.max()
             if engine.lanes > 1:
-                return side_by_side(shared, clients, old, longest)
-            client, old = jax.tree.map(lambda a: a[0], (clients, old))
-            return jax.tree.map(lambda a: a[None], update(shared, client, old, longest))
+                added, kept, new = side_by_side(shared, clients, old, longest)
+            else:
+                one, of_one = jax.tree.map(lambda a: a[0], (clients, old))
+                added, kept, new = jax.tree.map(lambda a: a[None], update(shared, one, of_one, longest))
+            return added, kept, after_reading(places, old, new)
 
         groups = jax.tree.map(lambda a: a[0], clients), everyone.place.swapaxes(0, 1)  # [G, L] and [G, D, L]
         added, _, new = jax.eval_shape(train, states, *jax.tree.map(lambda a: a[0], groups))
