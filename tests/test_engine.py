@@ -217,7 +217,7 @@ def test_memory_does_not_grow_with_the_cohort() -> None:
 
 @pytest.mark.parametrize("lanes", [thorough(1), 2])
 @pytest.mark.parametrize(("devices", "bank"), [thorough(1, "device"), (2, "sharded")])
-# The new state of a client of FedVARP does not depend on its old one, so XLA might store it before it reads the old one.
+# FedVARP's new states do not depend on the old ones, so XLA might store one before it reads the other.
 @pytest.mark.parametrize("make", [thorough(fd.algorithms.scaffold), fd.algorithms.vrl_sgd, fd.algorithms.fedvarp])
 def test_client_states_are_overwritten_in_place(make, devices, bank, lanes) -> None:
     one_state, options = 4 * 5010, {"program": "donating_round", "devices": devices, "bank": bank, "lanes": lanes}

@@ -15,6 +15,7 @@ from small import assert_close, mlp, of_sizes, quadratics, rounds, thorough
 import fedjax_drift as fd
 from fedjax_drift.errors import ConfigurationError
 from fedjax_drift.robust.rule import Stack
+from fedjax_drift.robust.rules import COLUMNS
 
 A, R = fd.adversaries, fd.robust
 Matrix = np.ndarray  # [n, d]
@@ -114,6 +115,15 @@ def test_rules_are_their_definitions(n: int, f: int) -> None:
             got = aggregate(R.trimmed_mean(f), [before(f)], given)
             want = np.sort(changed(x, f), 0)[f : n - f].mean(0)
             np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-13, err_msg=repr(before(f)))
+
+
+def test_messages_of_several_slices_of_coordinates() -> None:
+    """Rules of coordinates take COLUMNS at a time, and the last slice overlaps the one before it."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(6, 2 * COLUMNS + 9))
+    with jax.enable_x64(True):
+        for rule, want in ((R.median(), np.median(x, 0)), (R.trimmed_mean(2), np.sort(x, 0)[2:4].mean(0))):
+            np.testing.assert_allclose(aggregate(rule, [], stack(x, rng)), want, atol=1e-12, err_msg=repr(rule))
 
 
 def test_equal_messages_and_equal_scores() -> None:

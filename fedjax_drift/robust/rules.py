@@ -154,7 +154,7 @@ def _of_coordinates(name: str, f: int, of_columns: Callable[[jax.Array, jax.Arra
                 few = lax.dynamic_slice_in_dim(columns, begin, c, 1)
                 return of_columns(ascending(jnp.where(present[:, None], few, jnp.inf)), n)
 
-            begins = jnp.minimum(jnp.arange(0, columns.shape[1], c), columns.shape[1] - c)
+            begins = jnp.arange(0, columns.shape[1], c)  # the last slice is clamped: it begins earlier, and fits
             parts, last = lax.map(of_few, begins[:-1]).reshape(-1), of_few(begins[-1])
             return jnp.concatenate([parts, last[len(parts) - columns.shape[1] :]]).reshape(a.shape[1:])
 
