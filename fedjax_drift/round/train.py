@@ -72,7 +72,8 @@ def over_clients(
             else:
                 one, of_one = jax.tree.map(lambda a: a[0], (clients, old))
                 added, kept, new = jax.tree.map(lambda a: a[None], update(shared, one, of_one, longest))
-            return added, kept, after_reading(places, old, new)
+            # A second pass over the clients, for example of a measure, returns no new states.
+            return added, kept, after_reading(places, old, new) if jax.tree.leaves(new) else new
 
         groups = jax.tree.map(lambda a: a[0], clients), everyone.place.swapaxes(0, 1)  # [G, L] and [G, D, L]
         added, _, new = jax.eval_shape(train, states, *jax.tree.map(lambda a: a[0], groups))
