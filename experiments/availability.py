@@ -116,7 +116,7 @@ def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
             smooth = np.convolve(curve, np.ones(width) / width, "valid")
             axis.plot(EVERY * np.arange(width, len(curve) + 1), smooth, label=name, color=f"C{i}", linewidth=1.3)
         axis.set(title=kind, xlabel="Round")
-    axes[0].set(ylabel="Test accuracy (%)")
+    axes[0].set(ylabel=f"Test accuracy (%), mean over {EVERY * LAST} rounds")
     axes[-1].legend(fontsize=8, loc="lower right")
     return {"availability.md": text, "availability.png": figure}
 
