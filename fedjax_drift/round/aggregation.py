@@ -146,8 +146,9 @@ def robust(rule: RobustRule, before: Preparations = (), parts: Parts | None = No
 
     It needs the messages of all clients of a round at once, so the memory is that of K messages on every device. A
     message is one vector of all its leaves. In SCAFFOLD, for example, this is the model update together with the change
-    of the control variate. All clients have weight 1, as the definitions of the rules assume. With a rule, c of SCAFFOLD
-    and FedDC is no longer the mean of the clients' c_i, which they rely on: `feddc(alpha, variate="none")` has none.
+    of the control variate. All clients have weight 1, as the definitions of the rules assume. With a rule, c of
+    SCAFFOLD and FedDC is no longer the mean of the clients' c_i, on which they rely. `feddc(alpha, variate="none")` has
+    no c.
 
     n is the number of clients that report. A message with values that are not finite counts as not reported. If a rule
     needs fewer adversaries than n / 2, and n is at most 2 f, the server is not updated in this round.
