@@ -4,7 +4,7 @@
 
 A measurement is the forward pass and both gradients for a batch of 20 in float32. Each core of ours and XLA's trains a
 client with its own weights. PyTorch trains one client with all cores, as a loop over the clients does. The three are
-measured interleaved, on one core and on all.
+measured interleaved, on one core and on all. It needs Linux, which can bind a process to cores.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def compiled(convolution: Callable, stride: int, *arrays: np.ndarray) -> Callabl
 
 def in_torch(stride: int, *arrays: np.ndarray) -> Callable[[], Any]:
     x, kernel, g = (torch.from_numpy(np.ascontiguousarray(each)) for each in arrays)
-    x.requires_grad_(), kernel.requires_grad_()
+    for each in (x, kernel):
+        each.requires_grad_()
     return lambda: torch.autograd.grad(torch.nn.functional.conv2d(x, kernel, None, stride, 1), (x, kernel), g)
 
 
@@ -71,14 +72,12 @@ def rates(turns: int) -> list[dict[str, list[float]]]:
             rng.normal(size=shape).astype("float32")
             for shape in ((BATCH, size, size, C), (3, 3, C, F), (BATCH, after, after, F))
         )
-        own, plain = partial(conv, padding=(1, 1)), theirs
+        first = (each.transpose(0, 3, 1, 2) for each in (x, kernel.transpose(3, 0, 1, 2), g))  # channels first
+        last = x.transpose(3, 1, 2, 0), kernel, g.transpose(3, 1, 2, 0)  # the batch last
         calls = {
-            "ours": (devices, compiled(own, stride, x.transpose(3, 1, 2, 0), kernel, g.transpose(3, 1, 2, 0))),
-            "XLA": (devices, compiled(plain, stride, x, kernel, g)),
-            "PyTorch": (
-                1,
-                in_torch(stride, *(each.transpose(0, 3, 1, 2) for each in (x, kernel.transpose(3, 0, 1, 2), g))),
-            ),
+            "ours": (devices, compiled(partial(conv, padding=(1, 1)), stride, *last)),
+            "XLA": (devices, compiled(theirs, stride, x, kernel, g)),
+            "PyTorch": (1, in_torch(stride, *first)),
         }
         of_layer: dict[str, list[float]] = {name: [] for name in calls}
         for turn in range(turns + 1):
