@@ -61,7 +61,7 @@ def check_model(model: Model, data: FederatedData, decode: Callable) -> Shapes:
     try:
         logits = jax.eval_shape(lambda p, x: masked.apply(p, decode(x)), params, rows(data.x))
     except Exception as error:
-        fix = "create the model with the input_shape of the data, or reshape the examples"
+        fix = f"create the model with input_shape={data.x.shape[1:]}, or reshape the examples"
         if type(error).__name__ == "TraceContextError":
             fix = "the model changes its own state, as nnx.Dropout does: use fd.Model.from_nnx, which handles this"
         elif data.x.dtype.kind != "i" and _accepts(masked, params, (B, *data.x.shape[1:]), jnp.int32):
