@@ -107,6 +107,8 @@ class Score(NamedTuple):
     round: int = 0  # "at": the round of the value; "best", "rounds_to": the last round that counts (0: all)
     window: int = 1
     smooth: int = 1  # with "rounds_to": the number of last evaluations whose mean must reach the target
+    # With "rounds_to": where the line between two evaluations reaches the target, as in McMahan et al.
+    interpolate: bool = False
     scale: float = 1.0  # 100 for percent
     relative: bool = False  # with "when": divide the value by the accuracy of the model that the round starts with
 
@@ -154,7 +156,15 @@ class Score(NamedTuple):
             values = np.array([values[max(0, end - self.smooth) : end].mean() for end in range(1, len(values) + 1)])
             counts = counts & np.isfinite(values) & (np.arange(len(values)) >= self.smooth - 1)
         reached = counts & (better * values >= better * self.target)
-        return float(rounds[reached][0]) if reached.any() else math.inf
+        if not reached.any():
+            return math.inf
+        first = int(reached.argmax())
+        if self.interpolate and counts[:first].any():  # from the best value before
+            before = int(np.flatnonzero(counts[:first])[-1])
+            low = float(np.max(better * values[:first][counts[:first]]))
+            share = (better * self.target - low) / (better * float(values[first]) - low)
+            return float(rounds[before] + share * (rounds[first] - rounds[before]))
+        return float(rounds[first])
 
 
 def _when(score: Score, series: Mapping[str, Series]) -> float:
@@ -257,6 +267,11 @@ class Table(NamedTuple):
     label_mix: str = ""  # the method for which the labels of the cohorts are plotted, too
     headline: tuple[str, ...] = ()  # the settings that the queue runs first
     priority: int = 9  # the queue runs tables with lower numbers first
+
+    @property
+    def known(self) -> bool:
+        """Whether it is a known result of another paper than the five, for the page docs/known_results.md."""
+        return self.name.startswith("known/")
 
 
 def slug(name: str) -> str:

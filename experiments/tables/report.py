@@ -402,12 +402,13 @@ def _index(everything: Sequence[tuple[Table, Results, list[Verdict]]]) -> Iterat
 
 
 def coverage(tables: Sequence[Table], results: Mapping[str, Results]) -> str:
-    """Returns a table of the cells for which a paper prints a number. A cell that several tables share counts once.
+    """Returns a table of the cells for which one of the five papers prints a number. A cell that several tables share
+    counts once.
 
     results: those of each table.
     """
     counts: dict[str, dict[Path, int]] = {}
-    for table in tables:
+    for table in (each for each in tables if not each.known):
         for setting in table.settings.values():
             for method in {method for numbers in setting.printed.values() for method in numbers}:
                 seeds = len(results[table.name].get(setting.name, {}).get(method, {})) * (setting.scale == SCALES[0])

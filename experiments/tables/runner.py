@@ -254,31 +254,53 @@ def _run_cell(
 
 
 def _sweep(cell: Cell, seeds: Sequence[int], folder: Path, parsed: fd.ParsedRun, progress: bool | None) -> list[fd.Run]:
-    """Runs these seeds as one sweep and returns their runs.
+    """Runs these seeds as one sweep and returns their runs, which end when all have reached the target."""
+    (sim,) = parsed.simulations.values()
+
+    def run(rounds: int) -> list[fd.Run]:
+        return sim.sweep(
+            rounds, seeds, parsed.eval_every, params=parsed.params, measure_every=parsed.measure_every,
+            progress=progress, checkpoints=_checkpoints(folder),
+        )  # fmt: skip
+
+    saved = max(fd.Checkpoints(folder / f"seed-{seeds[0]}").rounds, default=0)
+    return _in_sections(run, cell, parsed, parsed.rounds, saved, all)
+
+
+def _in_sections(
+    run: Callable[[int], list[fd.Run]],
+    cell: Cell,
+    parsed: fd.ParsedRun,
+    rounds: int,
+    saved: int,
+    enough: Callable[[Iterable[bool]], bool],
+) -> list[fd.Run]:
+    """Returns the runs of a sweep.
 
     If the cell has a target, the sweep is run in sections. Each section ends at a round that is evaluated. No further
-    section is run after all seeds have reached the target.
+    section is run after enough runs have reached the target.
+
+    Args:
+      run: ``run(rounds)`` runs the sweep until this round, or continues it.
+      rounds: the last round.
+      saved: the last round that is saved.
+      enough: ``enough(whether each run has reached the target)``, `all` or `any`.
     """
-    (sim,) = parsed.simulations.values()
     every = max(parsed.eval_every, 1)
-    saved = [0, *fd.Checkpoints(folder / f"seed-{seeds[0]}").rounds]
-    total = parsed.rounds if cell.until is None else min(parsed.rounds, every * max(1, math.ceil(saved[-1] / every)))
-    done = saved[-1]  # the rounds before this section
+    total = rounds if cell.until is None else min(rounds, every * max(1, math.ceil(saved / every)))
+    done = saved  # the rounds before this section
     with fd.stop_on_interrupt() as stop:
         while True:
-            runs = sim.sweep(
-                total, seeds, parsed.eval_every, params=parsed.params, measure_every=parsed.measure_every,
-                progress=progress, checkpoints=_checkpoints(folder),
-            )  # fmt: skip
+            runs = run(total)
             _raise_if_interrupted(runs, total)
-            if total == parsed.rounds or all(_has_reached(cell, run, parsed) for run in runs):
+            if total == rounds or enough(_has_reached(cell, each, parsed) for each in runs):
                 return runs
             if stop.requested:  # in the last rounds of this section
                 raise KeyboardInterrupt
             # The mean over the section: rounds overlap, so the seconds of a single round are not its duration.
             section = [record["seconds"] for record in runs[0].history[done:]] or [math.inf]
             done, seconds = total, every * sum(section) / len(section)  # the time between two evaluations
-            total = min(parsed.rounds, total + every * max(1, int(TARGET_SECONDS / seconds)))
+            total = min(rounds, total + every * max(1, int(TARGET_SECONDS / seconds)))
 
 
 def _checkpoints(folder: Path) -> fd.Checkpoints:
@@ -370,7 +392,10 @@ def _tune(
     federations: dict[tuple, fd.FederatedData],
     progress: bool | None,
 ) -> None:
-    """Trains all combinations of the grid in one sweep, and writes the result of each combination."""
+    """Trains all combinations of the grid in one sweep, and writes the result of each combination.
+
+    If the score is the rounds to the target at which runs may end, the sweep ends when the first run has reached it.
+    """
     folder, parsed = _partial(cell, output) / "tuning", _parsed(cell, TUNING_SEED, federations)
     rounds = min(table.tune.get("rounds", parsed.rounds), parsed.rounds)
 
@@ -378,12 +403,17 @@ def _tune(
         (sim,) = fd.parse_run(cell.words(TUNING_SEED), data=parsed.data, values=values).simulations.values()
         return sim
 
-    runs = fd.sweep(
-        build, rounds, [TUNING_SEED], grid, parsed.eval_every, params=parsed.params, progress=progress,
-        measure_every=parsed.measure_every, checkpoints=_checkpoints(folder),
-    )  # fmt: skip
-    _raise_if_interrupted(runs, rounds)
+    def run(last: int) -> list[fd.Run]:
+        return fd.sweep(
+            build, last, [TUNING_SEED], grid, parsed.eval_every, params=parsed.params, progress=progress,
+            measure_every=parsed.measure_every, checkpoints=_checkpoints(folder),
+        )  # fmt: skip
+
     score = tuning_score(table)
+    target = cell._replace(until=cell.until if cell.until == score else None)
+    saved = max((t for each in folder.glob("*") for t in fd.Checkpoints(each).rounds), default=0)
+    runs = _in_sections(run, target, parsed, rounds, saved, any)
+    rounds = len(runs[0].history)
     scores = [score(kept_series(run.history, parsed.eval_every, ())) for run in runs]
     share = table.tune.get("validation")
     tuned = [
