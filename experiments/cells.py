@@ -2,12 +2,13 @@
 
 A cell is a combination of names, for example (algorithm, attack), and its entry has what was computed for it. The
 entries are in NAME.json in the folder of the results. The file is replaced atomically after every cell, so a killed run
-loses one cell, and the same command continues.
+loses one cell, and the same command continues. A second process with --backwards begins at the other end.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import functools
 import json
 import time
@@ -64,6 +65,7 @@ def main(experiment: Experiment, doc: str | None, rounds: int, output: Path | No
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", "--updates", type=int, default=rounds, help="of a run (default: %(default)s)")
     parser.add_argument("--output", type=Path, default=output, help="folder of the results (default: %(default)s)")
+    parser.add_argument("--backwards", action="store_true", help="begin with the last cell, beside another process")
     parser.add_argument("--draw", type=Path, help="only write the page and the pictures of this folder again")
     arguments = parser.parse_args()
     folder = arguments.draw or arguments.output
@@ -72,14 +74,19 @@ def main(experiment: Experiment, doc: str | None, rounds: int, output: Path | No
     missing = [cell for cell in experiment.cells if cell not in found]
     if arguments.draw and missing:
         parser.error(f"--draw needs the results of all cells, but {file} lacks {len(missing)}: continue with --output")
-    for cell in missing:
+    for cell in missing[::-1] if arguments.backwards else missing:
+        if file and cell in (found := experiment.read(file)):  # another process has computed it
+            continue
         start = time.perf_counter()
-        found[cell] = experiment.compute(arguments.rounds, *cell)
-        shown = f"{', '.join(map(str, cell))}: {experiment.show(found[cell])}"
+        entry = experiment.compute(arguments.rounds, *cell)
+        shown = f"{', '.join(map(str, cell))}: {experiment.show(entry)}"
         print(f"{shown}, {time.perf_counter() - start:.0f} s", flush=True)
-        if file:
-            experiment.write(file, found)
-    if not folder:
+        found = add(experiment, file, cell, entry) if file else found | {cell: entry}
+    if not folder or not file:
+        return
+    found = experiment.read(file)
+    if left := [cell for cell in experiment.cells if cell not in found]:
+        print(f"another process computes the last {len(left)}")
         return
     ordered = {cell: found[cell] for cell in experiment.cells}
     for name, content in experiment.report(ordered).items():
@@ -87,6 +94,16 @@ def main(experiment: Experiment, doc: str | None, rounds: int, output: Path | No
             write_text(folder / name, content + "\n")
         else:
             content.savefig(folder / name, dpi=110)
+
+
+def add(experiment: Experiment, file: Path, cell: Cell, entry: Entry) -> dict[Cell, Entry]:
+    """Adds an entry to the file, and returns all. One process at a time does so."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(file.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        found = experiment.read(file) | {cell: entry}
+        experiment.write(file, found)
+    return found
 
 
 def accuracies(run: fd.Run) -> list[float]:

@@ -29,13 +29,13 @@ import numpy as np
 
 from experiments import markdown
 from experiments.tables import claims, report
-from experiments.tables.comparison import compare, looks_of, values_of
-from experiments.tables.papers import EXPERIMENTS, read_tables, table_names
+from experiments.tables.comparison import agrees, compare, half_width, looks_of, values_of
+from experiments.tables.papers import EXPERIMENTS, Setting, read_tables, table_names
 
 ROOT = EXPERIMENTS.parent
 PAGES = (
     "README.md", "BUILD_NOTES.md", "docs/papers.md", "docs/performance.md", "docs/faq.md", "docs/language_models.md",
-    "docs/sources_of_drift.md", "experiments/README.md",
+    "docs/sources_of_drift.md", "docs/known_results.md", "experiments/README.md",
 )  # fmt: skip
 BUILTINS = {"__builtins__": {each.__name__: each for each in (float, len, max, min, sum, tuple)}}
 MARK = re.compile(r"(<!--= (.*?)\s-->)(.*?)(<!--/-->)", re.DOTALL)
@@ -219,6 +219,54 @@ class Evidence:
     def counted(self) -> str:
         """The numbers of comparisons with each answer."""
         return claims.counted(self.claims, self.tested)
+
+    # --- known results ---
+
+    def known(self, table: str) -> str:
+        """The printed numbers of a table that have been run with two seeds or more, beside ours.
+
+        Ours is the mean with the interval in which the printed number is expected, and the seeds.
+        """
+        rows, several = [], len(self.tables[table].methods) > 1
+        for name, setting, score, method, values in self._known(table):
+            printed = setting.printed[score][method]
+            runs, digits = self.results[table][name][method], self.tables[table].scores[score].digits
+            same = agrees(values, printed)
+            ours = self.mean(table, name, score, method)
+            if np.isfinite(values).all():
+                half = half_width(values, printed)
+                ours += f" ({np.mean(values) - half:.{digits}f} to {np.mean(values) + half:.{digits}f}; {len(values)})"
+            hours = sum(run.seconds / run.together for run in runs.values()) / 3600
+            what = f"{method}, {score}" if len(setting.printed) > 1 else method
+            why = "" if same else setting.why or "not known"
+            rows.append([name, *([what] * (several or len(setting.printed) > 1)), printed.text, ours,
+                         "yes" if same else "no", why, f"{hours:.2f}"])  # fmt: skip
+        method = ["method"] * (len(rows[0]) == 7 if rows else False)
+        columns = ["setting", *method, "printed", "ours", "agrees", "why not", "hours"]
+        return markdown.table(columns, rows, "l" * (3 + len(method)) + "lllr"[:4]) if rows else "Not run yet."
+
+    def agreeing(self, *names: str) -> str:
+        """How many of the printed numbers that were run agree, of all known tables or of those named: "9 of 12"."""
+        chosen = names or [name for name, table in self.tables.items() if table.known]
+        found = [
+            agrees(values, setting.printed[score][method])
+            for table in chosen
+            for _, setting, score, method, values in self._known(table)
+        ]
+        return f"{sum(found)} of {len(found)}"
+
+    def _known(self, table: str) -> Iterator[tuple[str, Setting, str, str, list[float]]]:
+        """Yields (name of the setting, setting, score, method, our values) of the printed numbers that were run."""
+        for name, setting in self.tables[table].settings.items():
+            for score, printed in setting.printed.items():
+                for method in printed:
+                    values = values_of(
+                        self.tables[table].scores[score], self.results[table].get(name, {}).get(method, {})
+                    )
+                    if len(values) > 1:
+                        yield name, setting, score, method, values
+
+    # --- all papers ---
 
     def cells(self) -> str:
         """The numbers of cells by paper."""

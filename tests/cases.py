@@ -72,6 +72,7 @@ CASES: list[Case] = [
     ("fedadagrad", {"server_lr": 0.1, "tau": 1e-2}, ADAM),
     ("scaffold", {}, BITES),
     ("scaffold", {"server_lr": 0.7, "option": "I", "scale_by_size": True}, {}),
+    ("scaffold", {"corrects": "model", "weighting": "examples"}, MOMENTUM | {"weight_decay": 0.1}),
     ("scaffold", CODE | {"weighting": "examples"}, MOMENTUM),
     ("feddyn", {"alpha": 0.3}, BITES),
     ("feddyn", {"alpha": 0.1, "scale_by_size": True, "weighting": "examples"}, ADAM),

@@ -235,17 +235,19 @@ class Federation:
         gradient: Gradient = mean_gradient,
         ahead: Vector | float = 0.0,
         restart: bool = False,
+        shift: Vector | float = 0.0,
     ) -> Vector:
         """Returns theta_i, the model of client i after its local training in round t.
 
         ``gradient`` includes the correction of the algorithm, if there is one. The gradients are evaluated at
-        theta - eta_t ahead. With ``restart``, every step starts at ``start`` instead of theta.
+        theta - eta_t ahead. With ``restart``, every step starts at ``start`` instead of theta. Every step ends at
+        theta - eta_t shift.
         """
         step, theta = self.fresh_step(t), start
         for epoch in range(self.local.epochs):
             for x, y in self.batches(t, i, epoch):
                 point = theta - self.lr(t) * ahead
-                theta = step(start if restart else theta, gradient(point, x, y), point)
+                theta = step(start if restart else theta, gradient(point, x, y), point) - self.lr(t) * shift
         return theta
 
     def mean(self, cohort: Sequence[int], vectors: Sequence[Vector], weighting: str = "uniform") -> Vector:
@@ -324,15 +326,21 @@ def scaffold(
     variate_lr="current",
     variate_steps="own",
     weighting="uniform",
+    corrects="gradient",
 ):
-    """Karimireddy et al. 2020, algorithm 1. Three of the arguments are options of the FedDC authors' code."""
+    """Karimireddy et al. 2020, algorithm 1. Three of the arguments are options of the FedDC authors' code, and the last
+    one is that of NIID-Bench's."""
     c = np.zeros_like(w)
     c_i = [c] * fed.num_clients
     for t, S in enumerate(fed.cohorts):
         D, dc = [], []
         for i in S:
             q = fed.q(i, scale_by_size)
-            D_i = fed.train(t, i, w, corrected(c / q - c_i[i])) - w
+            offset = c / q - c_i[i]
+            if corrects == "model":
+                D_i = fed.train(t, i, w, shift=offset) - w
+            else:
+                D_i = fed.train(t, i, w, corrected(offset)) - w
             if option == "I":
                 new = mean_gradient(w, *fed.clients[i])
             else:

@@ -57,6 +57,25 @@ def test_a_killed_run_continues(form, tmp_path, monkeypatch, capsys) -> None:
     assert (tmp_path / "page.md").read_text() == page and len(computed) == 4
 
 
+def test_a_second_process_begins_at_the_other_end(tmp_path, monkeypatch, capsys) -> None:
+    """The first process has the second cell when the other one adds the third and, while it trains, the first."""
+    computed = []
+
+    def compute(rounds: int, *cell: str) -> cells.Entry:
+        computed.append(cell)
+        if len(computed) == 1:
+            for other in (CELLS[0], CELLS[2]):
+                cells.add(experiment, tmp_path / "toy.json", other, {"sum": 1})
+        return {"sum": 2}
+
+    experiment = cells.Experiment("toy", CELLS, compute, lambda entry: "", lambda found: {"all": str(len(found))})
+    cells.add(experiment, tmp_path / "toy.json", CELLS[2], {"sum": 0})
+    monkeypatch.setattr("sys.argv", ["toy", "--output", str(tmp_path), "--backwards"])
+    cells.main(experiment, None, rounds=4)
+    assert computed == [CELLS[1]] and (tmp_path / "all").read_text() == "3\n"
+    assert experiment.read(tmp_path / "toy.json") == {CELLS[0]: {"sum": 1}, CELLS[1]: {"sum": 2}, CELLS[2]: {"sum": 1}}
+
+
 PICTURES_ONLY = [pytest.param(name, marks=pytest.mark.thorough) for name in ("failing_clients", "fedeve_figures")]
 
 

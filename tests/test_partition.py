@@ -194,6 +194,16 @@ def test_classes_gives_each_client_exactly_per_client_labels(clients, per_client
         assert max(sizes) - min(sizes) <= 1
 
 
+def test_classes_that_are_chosen_independently_are_those_of_niid_bench():
+    y = np.repeat(np.arange(10), 600)
+    has = np.array(
+        [[np.isin(range(10), y[rows]) for rows in classes(20, 3, s, "independently")(y)] for s in range(200)]
+    )
+    assert (has.sum(2) == 3).all() and all(has[:, i, i % 10].all() for i in range(20))
+    shares = has.mean(0)  # of the partitions in which a client has a label: 1 for its own one, 2 / 9 for the others
+    assert np.abs(shares[shares < 1] - 2 / 9).max() < 0.12 and np.ptp(has.sum(1)) > 4
+
+
 def test_sizes_follow_their_rule():
     y = np.arange(3850) % 7
     sizes = {rule: np.array([len(rows) for rows in iid(10, sizes=rule)(y)]) for rule in ("linear", "square")}
@@ -309,6 +319,7 @@ def test_ten_thousand_clients(prior, alpha):
         (lambda: iid(1000)(LABELS), "num_clients=1000 needs at least 1000 examples, got a data set with 999: use num"),
         (lambda: classes(2, 2)(LABELS), "per_client must be in 3..6 for 6 labels and 2 clients, got 2"),
         (lambda: classes(9, 7)(LABELS), "per_client must be in 1..6 for 6 labels and 9 clients, got 7"),
+        (lambda: classes(5, 2, 0, "independently")(LABELS), "needs at least 6 clients, one per label, got 5"),
         (lambda: iid(2, sizes="cubic"), "sizes must be one of 'linear', 'square', 'exponential', got 'cubic'"),
         (lambda: iid(2, sizes=(5, 0)), "or 2 integers >= 1, one per client, got (5, 0)"),
         (lambda: iid(2, size_sigma=1, sizes="linear"), "pass either sizes or size_sigma, got sizes='linear' and"),

@@ -116,6 +116,22 @@ def margin(score: Score, value: float, published: float = math.nan) -> float:
     return min(tenth, abs(published) / 2) if math.isfinite(published) and published else tenth
 
 
+def half_width(values: Sequence[float], printed: Printed) -> float:
+    """Half the width of the 95 % t interval of our mean minus a number of a paper.
+
+    The standard deviation of the paper's number is the published one or, if none is published, that of our values. So
+    without a published one it is the interval in which one more run of ours is expected.
+    """
+    variance = float(np.var(values, ddof=1))
+    theirs = variance if printed.std is None else printed.std**2
+    return fd.statistics.quantile(len(values)) * math.sqrt(variance / len(values) + theirs)
+
+
+def agrees(values: Sequence[float], printed: Printed) -> bool:
+    """Whether the interval of `half_width` contains 0. False if a run did not reach the target."""
+    return bool(np.isfinite(values).all()) and abs(np.mean(values) - printed.value) <= half_width(values, printed)
+
+
 def difference(runs: Runs, printed: Printed, score: Score, marks: bool = True) -> tuple[str, str]:
     """Returns our mean minus the paper's number, as text, and a mark ("" if there is none).
 
@@ -125,8 +141,7 @@ def difference(runs: Runs, printed: Printed, score: Score, marks: bool = True) -
     - ▲ if the interval is on the better side of 0, ▼ if it is on the worse side
     - ? otherwise: with these seeds, the question is open
 
-    The standard deviation of the paper's number is the published one or, if none is published, that of our runs. The
-    interval ignores the effect of the partition, unless every seed has its own one.
+    The interval (`half_width`) ignores the effect of the partition, unless every seed has its own one.
 
     There is no mark if there is only one seed, if all seeds have the same number, or if only some seeds have a number.
 
@@ -143,11 +158,10 @@ def difference(runs: Runs, printed: Printed, score: Score, marks: bool = True) -
     if not math.isfinite(printed.value):
         return "reached", BETTER if marks and len(known) == n else ""
     gap = float(np.mean(known)) - printed.value
-    text, variance = f"{gap:+.{score.digits}f}", float(np.var(known, ddof=1)) if len(known) > 1 else 0.0
-    if not marks or not variance or not score.sign or len(known) < n:
+    text = f"{gap:+.{score.digits}f}"
+    if not marks or not np.ptp(known) or not score.sign or len(known) < n:
         return text, ""
-    theirs = variance if printed.std is None else printed.std**2
-    half = fd.statistics.quantile(n) * math.sqrt(variance / n + theirs)
+    half = half_width(known, printed)
     if abs(gap) + half <= margin(score, printed.value):
         return text, EQUAL
     return text, OPEN if abs(gap) <= half else BETTER if gap * score.sign > 0 else WORSE

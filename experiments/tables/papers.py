@@ -82,7 +82,7 @@ TABLE_KEYS = {
 }  # fmt: skip
 SCALES = ("full", "reduced", "stand-in")  # the paper's setting; with fewer rounds; with other data, or our own setting
 # The keys of a setting that refers to another table.
-REFERENCE_KEYS = {"runs", "as", "printed", "like", "marks", "scale"}
+REFERENCE_KEYS = {"runs", "as", "printed", "like", "marks", "scale", "why"}
 NOT_OPTIONS = {*REFERENCE_KEYS, "base", "methods", "needs"}  # the keys of a setting that are not options of a run
 TUNE_KEYS = {"rounds", "grid", "methods", "score", "validation"}
 LOCAL_OPTIONS = {field.name for field in fields(fd.LocalTraining)} - {"optimizer"}
@@ -236,6 +236,7 @@ class Setting(NamedTuple):
     needs: str  # the data or hardware that is needed to run it
     scale: str = "full"  # one of SCALES
     marks: bool = True  # whether differences from the paper are marked; False if our data are another sample
+    why: str = ""  # why our numbers differ from the printed ones
 
     def published_gap(self, score: str, a: str, b: str) -> float:
         """The difference of two methods in the paper, NaN if it does not print both numbers."""
@@ -405,7 +406,7 @@ def _setting(
             published = _printed(title, table_entries["settings"][title], methods, scores)
     scale = entries.get("scale", "full" if printed else "stand-in")
     check_name(f"the scale of {name}", scale, SCALES)
-    return Setting(name, cells, printed, published, needs, scale, entries.get("marks", True))
+    return Setting(name, cells, printed, published, needs, scale, entries.get("marks", True), entries.get("why", ""))
 
 
 def _printed(

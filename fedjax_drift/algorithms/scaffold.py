@@ -12,7 +12,14 @@ with c_0 = c_i,0 = 0. With plain SGD without clipping, (3) is the mean of the gr
 including weight decay.
 
 Deviations:  with local momentum or another optimizer, D_i / (K_i eta_t) is the negative mean update direction, not the
-negative mean gradient. The control variates then correct directions. The corrections still sum to 0 over the clients.
+negative mean gradient. The control variates then correct directions. The corrections still sum to 0 over the clients,
+but the optimizer gets them as a part of the gradient, and momentum amplifies them again: with a momentum of 0.9, the
+control variates may diverge. NIID-Bench's and MOON's code corrects the model after the optimizer's step instead
+(`corrects="model"`):
+
+           theta_i <- theta_i - eta_t u(g) - eta_t (c - c_i),  u(g) is the direction of the optimizer      (1')
+
+so c_i+ is the mean of u(g). For plain SGD without clipping, (1') is (1).
 
 The repositories of FedDC and FedDyn use other quantities in (1) and (3):
 - eta_0 instead of eta_t (`variate_lr="initial"`);
@@ -38,6 +45,7 @@ from fedjax_drift.types import Algorithm, ClientResult, Needs, Params, PyTree, R
 
 Rate = Literal["current", "initial"]
 Steps = Literal["own", "mean"]
+Corrected = Literal["gradient", "model"]
 
 
 class Server(NamedTuple):
@@ -57,6 +65,7 @@ def scaffold(
     variate_lr: Rate = "current",
     variate_steps: Steps = "own",
     weighting: Weighting = "uniform",
+    corrects: Corrected = "gradient",
 ) -> Algorithm:
     """Local training that is corrected by control variates of the server and of the clients.
 
@@ -72,6 +81,8 @@ def scaffold(
       variate_steps: the number of steps in (3): "own" (K_i, default) or "mean" (Kbar). No effect with option I.
       weighting: the weight of a client in (4): "uniform" (1, default) or "examples" (n_i). In (5), every client counts
         the same, so c stays the mean of c_i. `fd.aggregation.private` needs "uniform".
+      corrects: what a local step corrects: the "gradient" (1, default), or the "model" after the optimizer's step (1').
+        Use "model" with local momentum. With plain SGD without clipping, both are the same.
     """
 
     def init_server(params: Params) -> Server:
@@ -88,7 +99,11 @@ def scaffold(
         def control(g: Params, theta: Params) -> Params:
             return jax.tree.map(lambda g, offset: g + offset, g, offset)  # (1)
 
-        theta, trained = train(work, start=w, correct=control)
+        def move(theta: Params, k: jax.Array) -> Params:
+            return jax.tree.map(lambda theta, offset: theta - work.lr * offset, theta, offset)  # (1')
+
+        how = {"correct": control} if corrects == "gradient" else {"after": move}
+        theta, trained = train(work, start=w, **how)
         D = tree.subtract(theta, w)
         c_new = full_gradient(work, w) if option == "I" else refresh(c_i, c, D, work, variate_lr, variate_steps)
         dc = jax.tree.map(lambda new, old: q * (new - old), c_new, c_i)

@@ -230,7 +230,9 @@ def shards(num_clients: Count, per_client: Count, seed: Seed = 0) -> Partition:
 
 
 @checked
-def classes(num_clients: Count, per_client: Count, seed: Seed = 0) -> Partition:
+def classes(
+    num_clients: Count, per_client: Count, seed: Seed = 0, chosen: Literal["evenly", "independently"] = "evenly"
+) -> Partition:
     """Gives every client examples of exactly per_client labels, chosen at random.
 
     The numbers of clients that have a label differ by at most one between the labels. The examples of a label are
@@ -241,10 +243,13 @@ def classes(num_clients: Count, per_client: Count, seed: Seed = 0) -> Partition:
       num_clients: N >= 1.
       per_client: number of labels per client, in 1..C.
       seed: random seed, >= 0.
+      chosen: how the labels of a client are chosen. "evenly" (default): see above. "independently", as in NIID-Bench
+        (Li et al., ICDE 2022): client i has label i mod C, and its other labels are drawn without regard to those of
+        the other clients. So labels have different numbers of clients, and clients have different sizes.
 
     Raises:
-      ValueError: calling the partitioner raises it if there are fewer than per_client labels, if N * per_client < C
-        (some labels would have no client), or if a label has fewer examples than clients.
+      ValueError: calling the partitioner raises it if there are fewer than per_client labels, if N * per_client < C, or
+        with "independently" N < C (some labels would have no client), or if a label has fewer examples than clients.
     """
 
     def owners(y: np.ndarray, writer: np.ndarray | None) -> np.ndarray:
@@ -253,12 +258,16 @@ def classes(num_clients: Count, per_client: Count, seed: Seed = 0) -> Partition:
         if not low <= per_client <= len(labels):
             data = f"{len(labels)} labels and {num_clients} clients"
             checks.refuse(f"per_client must be in {low}..{len(labels)} for {data}", per_client)
+        if chosen == "independently" and num_clients < len(labels):
+            checks.refuse(f'chosen="independently" needs at least {len(labels)} clients, one per label', num_clients)
         rng = np.random.default_rng(seed)
         has = np.zeros((len(labels), num_clients), bool)
         number = np.zeros(len(labels), np.int64)  # of clients that have the label
         for client in rng.permutation(num_clients):
-            chosen = np.lexsort((rng.random(len(labels)), number))[:per_client]  # those that the fewest clients have
-            has[chosen, client], number[chosen] = True, number[chosen] + 1
+            # the labels that come first are its own, or those that the fewest clients have
+            first = np.arange(len(labels)) != client % len(labels) if chosen == "independently" else number
+            own = np.lexsort((rng.random(len(labels)), first))[:per_client]
+            has[own, client], number[own] = True, number[own] + 1
         owner = np.empty(y.size, np.int64)
         for i, clients in enumerate(map(np.flatnonzero, has)):
             if counts[i] < len(clients):
@@ -268,7 +277,8 @@ def classes(num_clients: Count, per_client: Count, seed: Seed = 0) -> Partition:
             owner[rows] = np.repeat(rng.permutation(clients), apportion(len(rows), np.ones(len(clients))))
         return owner
 
-    return Partition("classes", {"num_clients": num_clients, "per_client": per_client, "seed": seed}, owners)
+    options = {"num_clients": num_clients, "per_client": per_client, "seed": seed, "chosen": chosen}
+    return Partition("classes", options, owners)
 
 
 @checked
