@@ -227,30 +227,24 @@ class Evidence:
 
         Ours is the mean with the interval in which the printed number is expected, and the seeds.
         """
-        rows, several = [], len(self.tables[table].methods) > 1
+        rows = []
         for name, setting, score, method, values in self._known(table):
-            printed = setting.printed[score][method]
-            runs, digits = self.results[table][name][method], self.tables[table].scores[score].digits
-            same = agrees(values, printed)
-            ours = self.mean(table, name, score, method)
-            if np.isfinite(values).all():
-                half = half_width(values, printed)
-                ours += f" ({np.mean(values) - half:.{digits}f} to {np.mean(values) + half:.{digits}f}; {len(values)})"
-            hours = sum(run.seconds / run.together for run in runs.values()) / 3600
+            printed, scored = setting.printed[score][method], self.tables[table].scores[score]
+            half, same = half_width(values, printed), agrees(values, printed)
+            interval = (f"{np.mean(values) + side * half:.{scored.digits}f}" for side in (-1, 1))
+            reached = f" ({' to '.join(interval)}; {len(values)})" if np.isfinite(values).all() else ""
+            hours = sum(run.seconds / run.together for run in self.results[table][name][method].values()) / 3600
             what = f"{method}, {score}" if len(setting.printed) > 1 else method
-            why = "" if same else setting.why or "not known"
-            rows.append([name, *([what] * (several or len(setting.printed) > 1)), printed.text, ours,
-                         "yes" if same else "no", why, f"{hours:.2f}"])  # fmt: skip
-        method = ["method"] * (len(rows[0]) == 7 if rows else False)
-        columns = ["setting", *method, "printed", "ours", "agrees", "why not", "hours"]
-        return markdown.table(columns, rows, "l" * (3 + len(method)) + "lllr"[:4]) if rows else "Not run yet."
+            ours, why = self.mean(table, name, score, method) + reached, "" if same else setting.why or "not known"
+            rows.append([name, what, printed.text, ours, "yes" if same else "no", why, f"{hours:.2f}"])
+        columns = ["setting", "method", "printed", "ours", "agrees", "why not", "hours"]
+        return markdown.table(columns, rows, "llllllr") if rows else "Not run yet."
 
     def agreeing(self, *names: str) -> str:
-        """How many of the printed numbers that were run agree, of all known tables or of those named: "9 of 12"."""
-        chosen = names or [name for name, table in self.tables.items() if table.known]
+        """How many of the printed numbers of some tables that were run agree: "9 of 12"."""
         found = [
             agrees(values, setting.printed[score][method])
-            for table in chosen
+            for table in names
             for _, setting, score, method, values in self._known(table)
         ]
         return f"{sum(found)} of {len(found)}"

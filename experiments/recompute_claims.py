@@ -22,7 +22,8 @@ import numpy as np
 from scipy import stats
 
 HERE = Path(__file__).parent
-PAGE, PAPERS = HERE / "results" / "README.md", HERE.parent / "docs" / "papers.md"
+PAGE, DOCS = HERE / "results" / "README.md", HERE.parent / "docs"
+PAGES = [DOCS / "papers.md", DOCS / "known_results.md"]
 TABLES = {f"{file.parent.name}/{file.stem}": tomllib.loads(file.read_text()) for file in HERE.glob("*/*.toml")}
 KEYS = ("paper", "data", "table", "claim")  # claims with the same of these are one row of docs/papers.md
 Run = dict[str, dict[int, float]]  # entry of the records -> round -> value
@@ -70,9 +71,23 @@ def number(run: Run, spec: dict[str, Any], rounds: int) -> float:
         starts = [t for t in y if run["accuracy"].get(t - 1, -1) >= target]
         divisor = run["accuracy"][starts[0] - 1] if starts and spec.get("relative") else 1
         return scale * y[starts[0]] / divisor if starts else math.nan
+    if spec.get("interpolate"):
+        t, best = [], []
+        for at, value in y.items():
+            if math.isfinite(value):
+                t, best = [*t, at], [*best, max([*best, value])]
+        return crossing(t, best, target)
     ends = range(spec.get("smooth", 1), len(y) + 1)
     means = {list(y)[end - 1]: np.mean(list(y.values())[end - spec.get("smooth", 1) : end]) for end in ends}
     return float(min((t for t, value in means.items() if sign * value >= sign * target), default=math.inf))
+
+
+def crossing(t: list[int], best: list[float], target: float) -> float:
+    """Where the line through the best values so far reaches the target, infinity if it does not."""
+    if not best or best[-1] < target:
+        return math.inf
+    later = int(np.searchsorted(best, target))
+    return float(np.interp(target, best[later - 1 : later + 1], t[later - 1 : later + 1])) if later else float(t[0])
 
 
 def published(table: str, setting: str, score: str) -> dict[str, Any]:
@@ -256,7 +271,7 @@ def differences(page: str) -> list[str]:
     ]
 
 
-# --- docs/papers.md ---------------------------------------------------------------------------------------------------
+# --- docs/papers.md and docs/known_results.md -------------------------------------------------------------------------
 
 
 def scores_of(table: str, setting: str, score: str, method: str) -> list[float]:
@@ -403,10 +418,53 @@ def of_page() -> dict[str, Any]:
     def data(file: str) -> Any:
         return json.loads((HERE / "results" / file).read_text())
 
+    def known(name: str) -> str:
+        """The printed numbers of a table beside ours."""
+        lines = []
+        for setting, spec in TABLES[name]["settings"].items():
+            scores = {s: numbers for s in TABLES[name]["scores"] if (numbers := published(name, setting, s))}
+            for score, numbers in scores.items():
+                for method, text in numbers.items():
+                    if len(values := scores_of(name, setting, score, method)) < 2:
+                        continue
+                    half, same = expected(values, text)
+                    d, middle = digits_of(TABLES[name]["scores"][score]), np.mean(values)
+                    ours = mean(name, setting, score, method)
+                    ours += f" ({middle - half:.{d}f} to {middle + half:.{d}f}; {len(values)})" * bool(
+                        math.isfinite(middle)
+                    )
+                    why = "" if same else spec.get("why", "not known")
+                    hours = sum(s / n for s, n in seconds(name, setting, method)) / 3600
+                    what = f"{method}, {score}" if len(scores) > 1 else method
+                    lines.append([setting, what, str(text), ours, "yes" if same else "no", why, f"{hours:.2f}"])
+        head = ["setting", "method", "printed", "ours", "agrees", "why not", "hours"]
+        return table_of(head, lines, "---|" * 5 + "---:|") if lines else "Not run yet."
+
+    def agreeing(*names: str) -> str:
+        answers = [line.split(" | ")[4] for name in names for line in known(name).splitlines()[2:]]
+        return f"{answers.count('yes')} of {len(answers)}"
+
     return {
         "gap": gap, "word": word, "mean": mean, "means": means, "gaps": gaps, "counted": counted, "cells": cells,
-        "data": data, "claims_of": verdicts, "headlines": lambda: verdicts(None),
+        "data": data, "claims_of": verdicts, "headlines": lambda: verdicts(None), "known": known, "agreeing": agreeing,
     }  # fmt: skip
+
+
+def expected(values: list[float], text: Any) -> tuple[float, bool]:
+    """Half the width of the interval around our mean in which a printed number is expected, and whether it is there."""
+    if math.inf in values:
+        return math.nan, False
+    n, variance = len(values), float(np.var(values, ddof=1))
+    _, given, std = str(text).partition("±")
+    half = stats.t.ppf(0.975, n - 1) * math.sqrt(variance / n + (float(std) ** 2 if given else variance))
+    return half, abs(np.mean(values) - plain(text)) <= half
+
+
+def seconds(table: str, setting: str, method: str) -> list[tuple[float, int]]:
+    """The seconds of each run of a cell, and the number of runs side by side."""
+    names = [re.sub(r"[^A-Za-z0-9.()=-]+", "-", name).strip("-") for name in (setting, method)]
+    lines = (HERE / "results" / table / names[0] / f"{names[1]}.jsonl").read_text().splitlines()
+    return [(run["seconds"], run["together"]) for run in map(json.loads, lines)]
 
 
 def wrong_numbers(page: str) -> list[str]:
@@ -421,6 +479,9 @@ def wrong_numbers(page: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = differences(PAGE.read_text()) + wrong_numbers(PAPERS.read_text())
-    print("\n".join(found) or f"all {len(rows())} claims and all numbers of {PAPERS.name} are equal")
+    found = differences(PAGE.read_text())
+    for page in PAGES:
+        found += wrong_numbers(page.read_text())
+    pages = " and ".join(page.name for page in PAGES)
+    print("\n".join(found) or f"all {len(rows())} claims and all numbers of {pages} are equal")
     sys.exit(bool(found))

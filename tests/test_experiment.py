@@ -479,6 +479,18 @@ def test_tuning_stopped_by_ctrl_c_resumes_with_the_same_results(tmp_path, monkey
     assert tried[0] == tried[1] and len(tried[0].splitlines()) == 4
 
 
+def test_tuning_for_the_rounds_to_a_target_ends_at_the_first_that_reaches_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "TARGET_SECONDS", 0.0)  # every evaluation ends a section
+    of_target = UNTIL.replace("[tune]\nrounds = 2", '[tune]\nrounds = 60\nscore = "rounds to 1 %"')
+    of_target = of_target.replace("rounds = 8", "rounds = 60").replace("target = 0.01", "target = 0.6")
+    place = with_tables(tmp_path / "tables", table=of_target)
+    assert do(place, tmp_path / "o", "--tune", "--methods=FedAvg") == 0
+    (file,) = (tmp_path / "o").rglob("*.tuning.jsonl")
+    tried = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [each["values"] for each in tried] == [{"lr": 1e-4}, {"lr": 0.5}]
+    assert tried[0]["score"] is None and tried[0]["rounds"] == tried[1]["rounds"] == tried[1]["score"] < 60
+
+
 def test_tuning_ignores_combinations_without_a_finite_score():
     tried = [tuning.Tuned({"lr": lr}, score, 5) for lr, score in ((1, math.nan), (2, 9.0), (3, 4.0), (4, math.inf))]
     assert tuning.best_of(tried, Score("s", take="rounds_to")) == {"lr": 3}
@@ -589,8 +601,12 @@ CURVE = {
     "cka": Series([5, 10], [[0.9, 0.8, 0.7], [0.6, 0.5, 0.25]]),
     "gain": Series([1, 10, 11, 20, 100], [9.0, 9.0, 1.0, 2.0, 6.0]),
     "lp": Series([1, 2, 3, 4, 6], [0.4, 0.5, 0.6, [0.1, 0.7], 0.8]),
+    "dip": Series([1, 2, 3, 5], [0.6, 0.2, None, 0.8]),
     "empty": Series([], []),
 }
+# "rounds to" with interpolation: from the best value so far, in the last round that has a finite value
+INTERPOLATED = {("accuracy", 0.1): 1, ("accuracy", 0.35): 1.5, ("accuracy", 0.5): 2, ("accuracy", 0.91): math.inf}
+INTERPOLATED |= {("dip", 0.7): 3.5, ("dip", 0.6): 1, ("loss", 3.0): 1 + 1 / 3}
 
 
 @pytest.mark.parametrize(
@@ -616,6 +632,10 @@ CURVE = {
         ({"take": "rounds_to", "target": 0.6, "round": 2}, math.inf),
         ({"take": "rounds_to", "target": 2.0, "of": "loss"}, 2),
         ({"take": "rounds_to", "target": 0.5, "of": "loss"}, math.inf),
+        *(
+            ({"take": "rounds_to", "interpolate": True, "of": of, "target": y}, t)
+            for (of, y), t in INTERPOLATED.items()
+        ),
         ({"take": "when", "of": "lp", "target": 0.5}, 0.6),  # round 3 starts with the model of round 2
         ({"take": "when", "of": "lp", "target": 0.51, "scale": 10}, 7.0),
         ({"take": "when", "of": "lp", "target": 0.95}, math.nan),
