@@ -482,7 +482,7 @@ def test_tuning_stopped_by_ctrl_c_resumes_with_the_same_results(tmp_path, monkey
 def test_tuning_for_the_rounds_to_a_target_ends_at_the_first_that_reaches_it(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "TARGET_SECONDS", 0.0)  # every evaluation ends a section
     of_target = UNTIL.replace("[tune]\nrounds = 2", '[tune]\nrounds = 60\nscore = "rounds to 1 %"')
-    of_target = of_target.replace("rounds = 8", "rounds = 60").replace("target = 0.01", "target = 0.6")
+    of_target = of_target.replace("rounds = 8", "rounds = 60").replace("target = 0.01", "target = 0.75")
     place = with_tables(tmp_path / "tables", table=of_target)
     assert do(place, tmp_path / "o", "--tune", "--methods=FedAvg") == 0
     (file,) = (tmp_path / "o").rglob("*.tuning.jsonl")
