@@ -238,7 +238,13 @@ class Evidence:
             ours, why = self.mean(table, name, score, method) + reached, "" if same else setting.why or "not known"
             rows.append([name, what, printed.text, ours, "yes" if same else "no", why, f"{hours:.2f}"])
         columns = ["setting", "method", "printed", "ours", "agrees", "why not", "hours"]
-        return markdown.table(columns, rows, "llllllr") if rows else "Not run yet."
+        if not rows:
+            return "Not run yet."
+        command = (
+            f'python -m experiments.tables run {table}{" --tune" * bool(self.tables[table].tune)} --rows "SETTING"'
+        )
+        link = f"[All runs](../experiments/results/{table}.md). The command of a row is `{command}`."
+        return f"{markdown.table(columns, rows, 'llllllr')}\n\n{link}"
 
     def agreeing(self, *names: str) -> str:
         """How many of the printed numbers of some tables that were run agree: "9 of 12"."""

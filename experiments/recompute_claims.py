@@ -438,10 +438,13 @@ def of_page() -> dict[str, Any]:
                     what = f"{method}, {score}" if len(scores) > 1 else method
                     lines.append([setting, what, str(text), ours, "yes" if same else "no", why, f"{hours:.2f}"])
         head = ["setting", "method", "printed", "ours", "agrees", "why not", "hours"]
-        return table_of(head, lines, "---|" * 5 + "---:|") if lines else "Not run yet."
+        tune = " --tune" if "tune" in TABLES[name] else ""
+        link = f"[All runs](../experiments/results/{name}.md). The command of a row is "
+        link += f'`python -m experiments.tables run {name}{tune} --rows "SETTING"`.'
+        return table_of(head, lines, "---|" * 5 + "---:|") + f"\n\n{link}" if lines else "Not run yet."
 
     def agreeing(*names: str) -> str:
-        answers = [line.split(" | ")[4] for name in names for line in known(name).splitlines()[2:]]
+        answers = [row.split(" | ")[4] for name in names for row in known(name).splitlines()[2:] if row[:1] == "|"]
         return f"{answers.count('yes')} of {len(answers)}"
 
     return {
