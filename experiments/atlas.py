@@ -212,7 +212,8 @@ def report(found: dict[cells.Cell, cells.Entry]) -> dict[str, Any]:
         head = ["", "none (accuracy)", *(f"{source}, {strength}" for source, strength in columns)]
         text += f"\n\n## {model}\n\n{markdown.table(head, rows)}"
         image = axis.imshow(table, cmap="YlOrRd", vmin=0, vmax=50, aspect="auto")
-        axis.set_xticks(range(len(columns)), [f"{source}\n{strength}" for source, strength in columns], fontsize=8)
+        names_of_columns = [f"{source}, {strength}" for source, strength in columns]
+        axis.set_xticks(range(len(columns)), names_of_columns, fontsize=8, rotation=30, ha="right")
         accuracies = [f"{name} ({scores(found[model, name, 'none', '']).mean():.1f} %)" for name in names]
         axis.set_yticks(range(len(names)), accuracies, fontsize=9)
         axis.set(title=f"{model}: accuracy without the source in parentheses", ylabel="Algorithm")
