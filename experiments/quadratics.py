@@ -152,11 +152,17 @@ def draw(N: int = 20, d: int = 10, seed: int = 0) -> Quadratics:
     return Quadratics(axes * eigenvalues @ axes.transpose(0, 2, 1), rng.normal(1.0, 2.0, (N, d)))
 
 
-def models(quadratics: Quadratics, algorithm: fd.Algorithm, cohort_size: int, rounds: int) -> np.ndarray:
-    """Returns the global models after rounds 1, 2, ..., float32 [rounds, d]. The initial model is w = 0."""
+def models(
+    quadratics: Quadratics, algorithm: fd.Algorithm, cohort_size: int, rounds: int, **options: float
+) -> np.ndarray:
+    """Returns the global models after rounds 1, 2, ..., float32 [rounds, d]. The initial model is w = 0.
+
+    options: those of `fd.LocalTraining`, if they are not LR and STEPS with plain SGD.
+    """
     d = quadratics.a.shape[1]
     model = fd.Model(lambda key: jnp.zeros(d), lambda w, x: x @ w, loss=lambda z, y: (z - y) ** 2 / 2)
-    local = fd.LocalTraining(epochs=STEPS, batch_size=d, lr=LR)  # a batch has all d examples, so an epoch is one step
+    # A batch has all d examples, so an epoch is one step.
+    local = fd.LocalTraining(**{"epochs": STEPS, "batch_size": d, "lr": LR} | options)
     sim = fd.Simulation(model, quadratics.federation(), algorithm, local=local, cohort_size=cohort_size)
 
     def step(state: fd.ServerState, _: None) -> tuple[fd.ServerState, jax.Array]:

@@ -42,6 +42,17 @@ def test_fixed_points_have_the_bias_that_theory_predicts(name, mu) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_scaffold_with_local_momentum_needs_its_correction_outside_of_the_momentum() -> None:
+    def distance(algorithm: fd.Algorithm) -> float:
+        w = experiment.models(QUADRATICS, algorithm, 20, 200, epochs=100, lr=experiment.LR / 10, momentum=0.9)
+        return np.linalg.norm(w[-1] - OPTIMUM)
+
+    assert distance(fd.algorithms.scaffold(corrects="model")) < 0.02 and distance(fd.algorithms.fedavg()) > 0.7
+    assert not distance(fd.algorithms.scaffold()) < 1e3  # it diverges
+
+
+@pytest.mark.thorough
 def test_fedavg_with_sampled_clients_scatters_about_the_same_fixed_point() -> None:
     # The standard error of the mean over 5,000 rounds is 0.04. It was estimated from the means of blocks of 250 rounds.
     w = experiment.models(QUADRATICS, experiment.ALGORITHMS["FedAvg"], 4, 5000)[50:]

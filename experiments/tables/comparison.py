@@ -129,7 +129,8 @@ def half_width(values: Sequence[float], printed: Printed) -> float:
 
 def agrees(values: Sequence[float], printed: Printed) -> bool:
     """Whether the interval of `half_width` contains 0. False if a run did not reach the target."""
-    return bool(np.isfinite(values).all()) and abs(np.mean(values) - printed.value) <= half_width(values, printed)
+    gap = abs(float(np.mean(values)) - printed.value)
+    return all(map(math.isfinite, values)) and gap <= half_width(values, printed)
 
 
 def difference(runs: Runs, printed: Printed, score: Score, marks: bool = True) -> tuple[str, str]:
