@@ -1,6 +1,6 @@
 """The drift atlas: how much accuracy an algorithm loses to a source of drift.
 
-    python -m experiments.atlas [--rounds 100] [--output DIR]
+    python -m experiments.atlas [--rounds 99] [--output DIR]
     python -m experiments.atlas --draw DIR      only writes the picture and the tables again
 
 Fashion-MNIST with 100 clients of equal sizes, whose label mixes are drawn from Dirichlet(0.5). 10 of them take part in
@@ -155,15 +155,9 @@ def simulate(data: fd.FederatedData, seed: int, cell: cells.Cell, lr: float, **s
     return fd.Simulation(MODELS[model], data, algorithm, local=local, cohort_size=COHORT, **of.options(seed))
 
 
-@lru_cache(maxsize=1)
-def held_out(source: str, strength: str) -> fd.FederatedData:
-    """The federation of the seed for tuning, with a tenth of its training examples as the test set."""
-    return federation(source, strength, cells.TUNING_SEED).with_validation(0.1, 0)
-
-
 def compute(rounds: int, *cell: str) -> cells.Entry:
     model, name, source, strength = cell
-    build = partial(simulate, held_out(source, strength), cells.TUNING_SEED, cell)
+    build = partial(simulate, cells.held_out(federation, source, strength), cells.TUNING_SEED, cell)
     settings = cells.tuned(build, ENTRANTS[name].settings("atlas"), rounds, LAST, EVERY)
     accuracy = []
     for seed in SEEDS:

@@ -122,10 +122,11 @@ def show(entry: Entry, last: int) -> str:
     return f"{settings}{scores(entry, last).round(2)} %"
 
 
-@functools.cache
-def held_out(federation: Callable[[int], fd.FederatedData]) -> fd.FederatedData:
-    """The federation of the seed for tuning, with a tenth of its training examples as the test set."""
-    return federation(TUNING_SEED).with_validation(0.1, 0)
+@functools.lru_cache(maxsize=1)
+def held_out(federation: Callable[..., fd.FederatedData], *of: str) -> fd.FederatedData:
+    """The federation of the seed for tuning, ``federation(*of, seed)``, with a tenth of its training examples as the
+    test set."""
+    return federation(*of, TUNING_SEED).with_validation(0.1, 0)
 
 
 def tuned(

@@ -38,11 +38,16 @@ def source(table: str, setting: str) -> tuple[str, str, dict[str, Any]]:
     return table, setting, TABLES[table].get("common", {}) | base | spec
 
 
+def file_of(table: str, setting: str, method: str) -> Path:
+    """The file of the runs of a cell."""
+    setting, method = (re.sub(r"[^A-Za-z0-9.()=-]+", "-", name).strip("-") for name in (setting, method))
+    return HERE / "results" / table / setting / f"{method}.jsonl"
+
+
 @functools.cache
 def read(table: str, setting: str, method: str) -> dict[int, Run]:
     """The runs of a cell by seed."""
-    names = [re.sub(r"[^A-Za-z0-9.()=-]+", "-", name).strip("-") for name in (setting, method)]
-    file, runs = HERE / "results" / table / names[0] / f"{names[1]}.jsonl", {}
+    file, runs = file_of(table, setting, method), {}
     for line in file.read_text().splitlines() if file.exists() else ():
         runs[json.loads(line)["seed"]] = {
             name: {t: math.nan if (y := x[-1] if isinstance(x, list) else x) is None else y
@@ -465,8 +470,7 @@ def expected(values: list[float], text: Any) -> tuple[float, bool]:
 
 def seconds(table: str, setting: str, method: str) -> list[tuple[float, int]]:
     """The seconds of each run of a cell, and the number of runs side by side."""
-    names = [re.sub(r"[^A-Za-z0-9.()=-]+", "-", name).strip("-") for name in (setting, method)]
-    lines = (HERE / "results" / table / names[0] / f"{names[1]}.jsonl").read_text().splitlines()
+    lines = file_of(table, setting, method).read_text().splitlines()
     return [(run["seconds"], run["together"]) for run in map(json.loads, lines)]
 
 

@@ -57,7 +57,7 @@ def test_a_killed_run_continues(form, tmp_path, monkeypatch, capsys) -> None:
     assert (tmp_path / "page.md").read_text() == page and len(computed) == 4
 
 
-def test_a_second_process_begins_at_the_other_end(tmp_path, monkeypatch, capsys) -> None:
+def test_a_second_process_begins_at_the_other_end(tmp_path, monkeypatch) -> None:
     """The first process has the second cell when the other one adds the third and, while it trains, the first."""
     computed = []
 

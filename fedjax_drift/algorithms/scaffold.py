@@ -14,8 +14,7 @@ including weight decay.
 Deviations:  with local momentum or another optimizer, D_i / (K_i eta_t) is the negative mean update direction, not the
 negative mean gradient. The control variates then correct directions. The corrections still sum to 0 over the clients,
 but the optimizer gets them as a part of the gradient, and momentum amplifies them again: with a momentum of 0.9, the
-control variates may diverge. NIID-Bench's and MOON's code corrects the model after the optimizer's step instead
-(`corrects="model"`):
+control variates may diverge. NIID-Bench's code corrects the model after the optimizer's step (`corrects="model"`):
 
            theta_i <- theta_i - eta_t u(g) - eta_t (c - c_i),  u(g) is the direction of the optimizer      (1')
 
